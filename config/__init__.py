@@ -1,0 +1,186 @@
+"""Settings: module-level lines of a script, then a config file, then --key=value on the command line.
+
+A setting is a line `name = value  # comment` at the top level of a script (train.py, sample.py, ...) or a field of
+a method's config class. Its default gives its type, its comment is its help text.
+"""
+import ast
+import dataclasses
+import difflib
+import inspect
+import os
+import re
+import runpy
+import sys
+import typing
+
+
+class UserError(ValueError):
+    """A setting, file or input is at fault. The message is one line for the user: what, which value, the way out."""
+
+
+# name = value  # comment, or name: type = value  # comment
+SETTING = re.compile(r'^ *([a-z]\w*)(?:: [^=]+?)? = (.+?) +# (.+)$', re.MULTILINE)
+TYPE_NAMES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
+              tuple: 'numbers separated by commas'}
+
+
+@dataclasses.dataclass
+class Setting:
+    default: object
+    types: tuple  # the types a value may have
+    comment: str
+
+
+def script_settings(path):
+    """The settings of a script, read from its source so that nothing has to be run: {name: Setting}."""
+    with open(path, encoding='utf-8') as f:
+        source = f.read()
+    settings = {}
+    for name, value, comment in SETTING.findall(re.split(r'^(?:def|class) ', source, maxsplit=1, flags=re.MULTILINE)[0]):
+        default = ast.literal_eval(value)
+        settings[name] = Setting(default, (type(default),), comment)
+    return settings
+
+
+def class_settings(config_class):
+    """The settings of a method's config dataclass, inherited fields included: {name: Setting}."""
+    comments = {}
+    for base in reversed(config_class.__mro__[:-1]):
+        comments.update((name, comment) for name, _, comment in SETTING.findall(inspect.getsource(base)))
+    return {f.name: Setting(f.default, typing.get_args(f.type) or (f.type,), comments.get(f.name, ''))
+            for f in dataclasses.fields(config_class)}
+
+
+def convert(name, value, setting, where):
+    """`value` as the setting's type. Text from the command line is parsed; a value from a config file must fit."""
+    for kind in sorted(setting.types, key=lambda t: t is str):  # text last: it takes anything
+        try:
+            if isinstance(value, str) and kind is not str:
+                return parse(value, kind)
+            if isinstance(value, (list, tuple)) and kind is tuple:
+                return tuple(value)
+            if kind is float and type(value) is int:
+                return float(value)
+            if type(value) is kind:
+                return value
+        except ValueError:
+            pass
+    expected = ' or '.join(TYPE_NAMES[t] for t in setting.types)
+    raise UserError(f'{where}: {name} = {value!r}: expected {expected}, such as {setting.default!r} ({setting.comment})')
+
+
+def parse(text, kind):
+    """Command-line text as bool, int, float or tuple of numbers. Raises ValueError."""
+    text = text.strip()
+    if kind is bool:
+        return {'true': True, '1': True, 'false': False, '0': False}[text.lower()] if text.lower() in (
+            'true', '1', 'false', '0') else int('not a bool')
+    if kind is int:
+        number = float(text)  # 1e5 and 1_000 are whole numbers too
+        if number != int(number):
+            raise ValueError
+        return int(text) if re.fullmatch(r'[+-]?[\d_]+', text) else int(number)
+    if kind is float:
+        return float(text)
+    numbers = [part.strip() for part in text.strip('()[]').split(',') if part.strip()]
+    return tuple(int(n) if re.fullmatch(r'[+-]?\d+', n) else float(n) for n in numbers)
+
+
+def unknown(name, known, where):
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f'did you mean {near[0]}?' if near else '--help lists the settings'
+    return UserError(f'{where}: there is no setting {name!r}; {hint}')
+
+
+def load(script, argv, methods=None):
+    """Settings of `script` after config files and command line.
+
+    methods: {name: config class} where the setting `method` chooses whose fields are settings too.
+    Returns (settings of the script, settings of the method's config that were given), two dicts.
+    Raises UserError on an unknown name or a value of the wrong type; prints the settings and exits on --help.
+    """
+    known = script_settings(script)
+    flags = {name for source in [known, *map(class_settings, (methods or {}).values())]
+             for name, setting in source.items() if setting.types == (bool,)}
+    given, help_wanted, args = {}, False, list(argv)  # given: {name: (value, where)}
+    command_line = {}
+    while args:
+        arg = args.pop(0)
+        if arg in ('--help', '-h'):
+            help_wanted = True
+        elif not arg.startswith('--'):
+            given.update({name: (value, arg) for name, value in read_config_file(arg).items()})
+        elif '=' in arg:
+            name, _, value = arg[2:].partition('=')
+            command_line[name] = (value, 'command line')
+        elif arg[2:] in flags:
+            spelled_out = args and args[0].lower() in ('true', 'false', '0', '1')
+            command_line[arg[2:]] = (args.pop(0) if spelled_out else True, 'command line')
+        elif args and not args[0].startswith('--'):
+            command_line[arg[2:]] = (args.pop(0), 'command line')
+        else:
+            command_line[arg[2:]] = ('', 'command line')
+    given.update(command_line)  # the command line wins over config files, wherever it stands
+
+    model_known = {}
+    if methods:
+        method, where = given.get('method', (known['method'].default, ''))
+        if method not in methods:
+            raise UserError(f'{where}: method = {method!r}: choose one of {", ".join(methods)}')
+        model_known = class_settings(methods[method])
+    if help_wanted:
+        print_help(script, known, methods)
+        sys.exit(0)
+    settings, model_settings = {name: s.default for name, s in known.items()}, {}
+    for name, (value, where) in given.items():
+        if name not in known and name not in model_known:
+            owner = [m for m, c in (methods or {}).items() if name in class_settings(c)]
+            if owner:
+                raise UserError(f'{where}: {name} is a setting of method {" or ".join(owner)}, not of {method}')
+            raise unknown(name, [*known, *model_known], where)
+        target, setting = (settings, known[name]) if name in known else (model_settings, model_known[name])
+        target[name] = convert(name, value, setting, where)
+    return settings, model_settings
+
+
+def read_config_file(path):
+    """The public names a config file defines. Raises UserError if it is missing or does not run."""
+    if not os.path.isfile(path):
+        folder = os.path.dirname(path) or '.'
+        near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder) if os.path.isdir(folder) else [], n=1)
+        hint = f'did you mean {os.path.join(folder, near[0])}?' if near else 'settings are given as --key=value'
+        raise UserError(f'config file {path!r} is not there; {hint}')
+    try:
+        names = runpy.run_path(path)
+    except Exception as e:
+        raise UserError(f'config file {path} does not run: {type(e).__name__}: {e}') from e
+    return {name: value for name, value in names.items()
+            if not name.startswith('_') and not inspect.ismodule(value)}
+
+
+def print_help(script, known, methods):
+    print(f'python {os.path.basename(script)} [config file] [--key=value ...]\n')
+    shown = set()
+    for title, settings in [('settings', known)] + [(f'model settings of method {m}', class_settings(c))
+                                                    for m, c in (methods or {}).items()]:
+        settings = {name: s for name, s in settings.items() if name not in shown}
+        shown.update(settings)
+        if settings:
+            print(title)
+        for name, s in settings.items():
+            print(f'  --{name}={s.default if s.types != (tuple,) else ",".join(map(str, s.default))}'.ljust(36), s.comment)
+
+
+def run(main):
+    """Run a script's main(argv); a UserError ends it with one line and exit status 1 instead of a traceback."""
+    try:
+        main(sys.argv[1:])
+    except UserError as e:
+        print(f'error: {e}', file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print('interrupted', file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output (head, less) went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

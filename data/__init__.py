@@ -1,0 +1,192 @@
+"""Data sets: a folder with meta.json (tokenizer, source, counts) and train.bin / val.bin, token ids in uint16.
+
+data/<name>/prepare.py makes them; this module holds what the prepare scripts share, the tokenizers, and the batches.
+A batch is a pure function of (seed, step, row), so the same rows are drawn on any number of processes and a resumed
+run goes on as if it had not stopped.
+"""
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import torch
+
+from config import UserError
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+
+
+# --- tokenizers ---
+
+class Tokenizer:
+    """Text <-> token ids, built from meta.json's 'tokenizer': {'kind': 'char', 'chars': ...} or {'kind': 'gpt2'}."""
+
+    def __init__(self, spec):
+        if not isinstance(spec, dict) or spec.get('kind') not in ('char', 'gpt2'):
+            raise UserError(f'tokenizer {spec!r} is unknown: its kind is char or gpt2')
+        self.kind = spec['kind']
+        if self.kind == 'char':
+            self.chars = spec['chars']
+            self.ids = {ch: i for i, ch in enumerate(self.chars)}
+            self.vocab_size = len(self.chars)
+        else:
+            import tiktoken  # only here: it fetches the vocabulary from the net at first use
+            try:
+                self.bpe = tiktoken.get_encoding('gpt2')
+            except Exception as e:
+                raise UserError(f'the gpt2 vocabulary could not be loaded ({type(e).__name__}): tiktoken downloads it '
+                                'once; offline, set TIKTOKEN_CACHE_DIR to a folder that has it') from e
+            self.vocab_size = self.bpe.n_vocab
+
+    def encode(self, text):
+        """Raises UserError for characters that the vocabulary lacks."""
+        if self.kind == 'gpt2':
+            return self.bpe.encode_ordinary(text)
+        missing = sorted(set(text) - set(self.ids))
+        if missing:
+            raise UserError(f'the tokenizer has no {"".join(missing)!r}: its {self.vocab_size} characters are '
+                            f'{"".join(self.chars)!r}')
+        return [self.ids[ch] for ch in text]
+
+    def decode(self, ids):
+        if self.kind == 'gpt2':
+            return self.bpe.decode([i for i in ids if i < self.vocab_size])
+        return ''.join(self.chars[i] for i in ids if i < self.vocab_size)
+
+
+# --- writing a data set ---
+
+def write_file(path, content):
+    """Write bytes or text so that the file is either whole or not there: to a temporary name, then renamed."""
+    mode, options = ('wb', {}) if isinstance(content, bytes) else ('w', {'encoding': 'utf-8', 'newline': '\n'})
+    try:
+        with open(path + '.tmp', mode, **options) as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + '.tmp', path)
+    except OSError as e:
+        raise UserError(f'cannot write {path}: {e.strerror}') from e
+
+
+def write_text_dataset(folder, text, tokenizer_spec, source, val_fraction=0.1):
+    """Encode text and write train.bin, val.bin and, last, meta.json: a folder with meta.json is complete."""
+    tokenizer = Tokenizer(tokenizer_spec)
+    n = int(len(text) * (1 - val_fraction))
+    splits = {'train': tokenizer.encode(text[:n]), 'val': tokenizer.encode(text[n:])}
+    if os.path.exists(os.path.join(folder, 'meta.json')):
+        os.remove(os.path.join(folder, 'meta.json'))
+    for split, ids in splits.items():
+        write_file(os.path.join(folder, split + '.bin'), np.array(ids, dtype='<u2').tobytes())
+    meta = {'kind': 'text', 'tokenizer': tokenizer_spec, 'vocab_size': tokenizer.vocab_size, 'source': source,
+            'sha256': hashlib.sha256(text.encode('utf-8')).hexdigest(), 'characters': len(text),
+            'train_tokens': len(splits['train']), 'val_tokens': len(splits['val'])}
+    write_file(os.path.join(folder, 'meta.json'), json.dumps(meta, indent=1))
+    print(f'{folder}: {meta["train_tokens"]:,} training and {meta["val_tokens"]:,} validation tokens, '
+          f'vocabulary {meta["vocab_size"]}, from {source}')
+
+
+# --- reading a data set ---
+
+def dataset_folder(name):
+    """The folder of a data set: a name under data/, or any path."""
+    return name if '/' in name or os.sep in name else os.path.join(ROOT, name)
+
+
+def ensure_prepared(name):
+    """Run a small data set's prepare.py if its meta.json is missing. Raises UserError that names the way out."""
+    folder = dataset_folder(name)
+    if os.path.exists(os.path.join(folder, 'meta.json')):
+        return
+    script = os.path.join(folder, 'prepare.py')
+    if not os.path.exists(script):
+        names = sorted(d for d in os.listdir(ROOT) if os.path.exists(os.path.join(ROOT, d, 'prepare.py')))
+        raise UserError(f'dataset = {name!r}: {folder} has neither meta.json nor prepare.py; there are {", ".join(names)}')
+    with open(script, encoding='utf-8') as f:
+        small = 'SMALL = True' in f.read()
+    if not small:
+        raise UserError(f'dataset = {name!r} is not prepared and is large: run python {script} first')
+    print(f'preparing {name}', flush=True)
+    if subprocess.run([sys.executable, script]).returncode:
+        raise UserError(f'dataset = {name!r}: python {script} failed, see above')
+
+
+def read_meta(name):
+    """meta.json of a data set. Raises UserError if it is missing, damaged or lacks a key."""
+    path = os.path.join(dataset_folder(name), 'meta.json')
+    try:
+        with open(path, encoding='utf-8') as f:
+            meta = json.load(f)
+        kind, size = meta['kind'], Tokenizer(meta['tokenizer']).vocab_size
+    except FileNotFoundError:
+        raise UserError(f'{path} is missing: run prepare.py in that folder') from None
+    except (ValueError, KeyError, TypeError) as e:
+        if isinstance(e, UserError):
+            raise
+        raise UserError(f'{path} is damaged ({type(e).__name__}: {e}): run prepare.py again') from e
+    if meta.get('vocab_size') != size:
+        raise UserError(f'{path}: vocab_size = {meta.get("vocab_size")!r}, but its tokenizer has {size}: run prepare.py again')
+    return meta
+
+
+def read_bin(path, vocab_size, block_size):
+    """Token ids of train.bin or val.bin as a memory map. Every id is checked here, once.
+
+    Raises UserError if the file is missing, of odd length, shorter than a block, or has ids beyond the vocabulary.
+    """
+    try:
+        size = os.path.getsize(path)
+    except OSError:
+        raise UserError(f'{path} is missing: run prepare.py in that folder') from None
+    if size % 2:
+        raise UserError(f'{path}: {size} bytes is no whole number of uint16 tokens: run prepare.py again')
+    if size // 2 < block_size + 1:
+        raise UserError(f'{path}: {size // 2} tokens are fewer than block_size + 1 = {block_size + 1}: '
+                        'use a smaller block_size or more data')
+    tokens = np.memmap(path, dtype='<u2', mode='r')
+    if int(tokens.max()) >= vocab_size:
+        where = int((tokens >= vocab_size).argmax())
+        raise UserError(f'{path}: token {where} has id {tokens[where]}, beyond the vocabulary of {vocab_size}: '
+                        'run prepare.py again')
+    return tokens
+
+
+class TextBatches:
+    """Rows of block_size tokens from a text. Training rows start anywhere; validation rows are spread evenly over
+    val.bin without overlap and are always the same, so that the curves of different methods compare."""
+
+    def __init__(self, dataset, meta, config, seed, eval_rows):
+        if meta['kind'] != 'text':
+            raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on plain text')
+        self.T, self.seed = config.block_size, seed
+        self.tokens = {split: read_bin(os.path.join(dataset_folder(dataset), split + '.bin'), meta['vocab_size'], self.T)
+                       for split in ('train', 'val')}
+        spare = len(self.tokens['val']) - self.T - 1  # the last start at which a row and its targets fit
+        n = min(eval_rows, spare // self.T + 1)
+        self.val_starts = np.linspace(0, spare, n).astype(np.int64)
+        self.tokenizer = Tokenizer(meta['tokenizer'])
+
+    def train_batch(self, step, rows):
+        """Rows (a list of row numbers within the step's batch) as (idx, targets), (rows,T) each."""
+        starts = np.random.default_rng((self.seed, step)).integers(len(self.tokens['train']) - self.T, size=max(rows) + 1)
+        return self._rows('train', starts[rows])
+
+    def val_batch(self, rows):
+        return self._rows('val', self.val_starts[rows])
+
+    @property
+    def n_val(self):
+        return len(self.val_starts)
+
+    def _rows(self, split, starts):
+        windows = torch.from_numpy(self.tokens[split][starts[:, None] + np.arange(self.T + 1)].astype(np.int64))
+        return windows[:, :-1], windows[:, 1:]
+
+    def report(self, model):
+        """What a finished run prints: a sample of the model's text."""
+        torch.manual_seed(self.seed)
+        prompt = self.tokenizer.encode('\n')
+        new = model.generate([prompt], 200, temperature=0.8)[0]
+        return 'a sample at temperature 0.8:\n' + self.tokenizer.decode(new)

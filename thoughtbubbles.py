@@ -1,0 +1,224 @@
+"""Thoughtbubbles (arXiv 2510.00219): between layers the model forks or drops residual streams, within a budget.
+
+The state between blocks is x (B,S,C), log_p (B,S) the log of each stream's cumulative score, and src (B,S) the index
+of the token it belongs to. src never decreases along a row, and a token's original is its right-most stream.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from config import UserError
+from model import GPT, GPTConfig
+
+MIN_LOG_SCORE = -20.0  # a single fork or keep score never falls below exp(-20), so its log keeps a finite gradient
+PAD = -1e4  # log_p of a stream that is padding: exp(PAD) is 0, hence nobody attends to it and nothing updates it
+
+
+@dataclass
+class ThoughtbubblesConfig(GPTConfig):
+    fork_layers: tuple = (1, 2)  # fork before these blocks, counted from 0; the paper: 3,7,11 at every size
+    kappa: float = 2.0  # budget: ceil(kappa * tokens) streams; the paper: 2 or 4
+    merge: str = 'probs'  # a token's streams become one prediction: probs | residual | rightmost (ablation)
+    attenuate_attention: bool = True  # False (ablation): scores gate the residual updates only
+    random_forks: bool = False  # True (ablation): which streams survive is drawn at random
+    copies: int = 1  # baseline copy-N: repeat every input token; the paper's has fork_layers=() merge=rightmost
+    keep_bias: float = 0.0  # added to the keep logit; not in the paper, above 0 originals start nearly unattenuated
+
+    def __post_init__(self):
+        super().__post_init__()
+        for layer in self.fork_layers:
+            if type(layer) is not int or not 0 <= layer < self.n_layer:
+                raise UserError(f'fork_layers = {self.fork_layers}: {layer} is no block of n_layer = {self.n_layer}; '
+                                f'give whole numbers from 0 to {self.n_layer - 1}')
+        if len(set(self.fork_layers)) < len(self.fork_layers):
+            raise UserError(f'fork_layers = {self.fork_layers}: each layer may be named once')
+        if not 1 <= self.kappa < math.inf:
+            raise UserError(f'kappa = {self.kappa}: every token keeps its original, so the budget is at least 1')
+        if self.merge not in ('probs', 'residual', 'rightmost'):
+            raise UserError(f'merge = {self.merge!r}: choose probs, residual or rightmost')
+        if self.copies < 1:
+            raise UserError(f'copies = {self.copies}: must be at least 1')
+
+
+def select(log_p, src, scores, limit, random=False):
+    """Which streams go on after a fork step (section 3 of the paper).
+
+    log_p, src: (B,S). scores (B,S,2): logits of fork and keep. limit: streams that go on, an int, or (B,) where rows
+    are padded. Returns parent (B,n), is_fork (B,n) bool and the new log_p (B,n), in stream order.
+    """
+    a = F.logsigmoid(scores).clamp(min=MIN_LOG_SCORE)
+    candidates = (log_p[..., None] + a).flatten(1)  # (B,2S): each copy to the left of its parent
+    rank = torch.rand_like(candidates) if random else candidates.detach()
+    rank = rank.masked_fill((log_p < PAD / 2).repeat_interleave(2, dim=1), -math.inf)
+    # the right-most candidate of each token always goes on; only its rank is forced, its score stays the learned one
+    is_last = F.pad(src[:, 1:] != src[:, :-1], (0, 1), value=True)
+    forced = torch.stack((torch.zeros_like(is_last), is_last), dim=-1).flatten(1)
+    rank = rank.masked_fill(forced, math.inf)
+    # a stable sort, not topk: equal tokens tie exactly before the first block, and then the earlier one must win
+    # on every device and in every batch
+    order = rank.sort(dim=1, descending=True, stable=True).indices
+    n = limit if isinstance(limit, int) else int(limit.max())
+    chosen, where = order[:, :n].sort(dim=1)
+    log_p = candidates.gather(1, chosen)
+    if not isinstance(limit, int):  # rows with a smaller limit are filled up with dead streams
+        log_p = log_p.masked_fill(where >= limit[:, None], PAD)
+    return chosen // 2, chosen % 2 == 0, log_p
+
+
+def stream_positions(log_p, src, T):
+    """Positions (B,S): the n live streams of token i sit at i-1+1/n, ..., i, evenly spaced, the original on i."""
+    alive = (log_p > PAD / 2).long()
+    n = torch.zeros(src.size(0), T, dtype=torch.long, device=src.device).scatter_add(1, src, alive)  # (B,T)
+    before = (n.cumsum(1) - n).gather(1, src)  # live streams of earlier tokens
+    return src - 1 + (alive.cumsum(1) - before).to(log_p.dtype) / n.gather(1, src).clamp(min=1)
+
+
+def token_logsumexp(values, src, T):
+    """logsumexp over each token's streams: values (B,S) or (B,S,V) -> (B,T) or (B,T,V)."""
+    index = src if values.dim() == 2 else src[..., None].expand_as(values)
+    shape = (values.size(0), T, *values.shape[2:])
+    top = torch.full(shape, -math.inf, dtype=values.dtype, device=values.device)
+    top = top.scatter_reduce(1, index, values.detach(), 'amax')
+    total = torch.zeros_like(top).scatter_add(1, index, (values - top.gather(1, index)).exp())
+    return top + total.log()
+
+
+def token_weights(log_p, src, T):
+    """Log weights (B,S) of a token's streams for averaging: proportional to p, summing to 1 within the token."""
+    return log_p - token_logsumexp(log_p, src, T).gather(1, src)
+
+
+class Fork(nn.Module):
+    """Scores every stream and adds the copies that win a place."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.ln = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.score = nn.Linear(config.n_embd, 2, bias=False)
+        nn.init.normal_(self.score.weight, std=0.02)
+        self.embedding = nn.Parameter(torch.randn(config.n_embd) * config.n_embd ** -0.5)
+
+    def forward(self, x, log_p, src, limit):
+        """x (B,S,C), log_p and src (B,S) -> the same for the streams that go on."""
+        with torch.autocast(x.device.type, enabled=False):  # scores multiply over layers and decide ties: keep float32
+            scores = self.score(self.ln(x.to(self.score.weight.dtype)))  # (B,S,2)
+        fork, keep = scores.unbind(dim=-1)
+        scores = torch.stack((fork, keep + self.config.keep_bias), dim=-1)
+        parent, is_fork, log_p = select(log_p, src, scores, limit, self.config.random_forks)
+        x = x.gather(1, parent[..., None].expand(-1, -1, x.size(2)))
+        return x + is_fork[..., None] * self.embedding, log_p, src.gather(1, parent)
+
+
+class Thoughtbubbles(GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        # created after the core, so that the core starts from the same weights as a plain GPT of the same seed
+        self.forks = nn.ModuleDict({str(layer): Fork(config) for layer in sorted(config.fork_layers)})
+        self.plain = not self.forks and config.copies == 1  # one stream per token: the plain GPT
+
+    def budget(self, tokens):
+        return math.ceil(round(self.config.kappa * tokens, 6))  # rounded first: 1.1 * 10 is not 11 in floating point
+
+    def streams(self, idx, pad=None):
+        """Token ids (B,T) -> x (B,S,C), log_p (B,S), src (B,S) after the last block. pad: bool (B,T), True = padding.
+
+        Raises UserError when the row does not fit into block_size.
+        """
+        B, T = idx.shape
+        if T > self.config.block_size:
+            raise UserError(f'a row of {T} tokens is longer than block_size = {self.config.block_size}')
+        src = torch.arange(T, device=idx.device).repeat_interleave(self.config.copies).expand(B, -1)  # (B,S)
+        log_p = torch.zeros(src.shape, device=idx.device, dtype=torch.promote_types(self.wte.weight.dtype, torch.float32))
+        offset = 0  # padding before the first token, so that positions start at 0 with the text
+        if pad is not None:
+            log_p = log_p.masked_fill(pad.gather(1, src), PAD)
+            budgets = torch.tensor([self.budget(n) for n in (~pad).sum(1).tolist()], device=idx.device)
+            offset = pad.long().cumprod(dim=1).sum(dim=1, keepdim=True)
+        x = self.embed(idx.gather(1, src), (src - offset).clamp(min=0))
+        rope = self.rope(stream_positions(log_p, src, T) - offset)
+        scored = pad is not None  # until the first fork every p is 1 and the block is the plain one
+        for i, block in enumerate(self.blocks):
+            if str(i) in self.forks:
+                if pad is None:
+                    limit = min(self.budget(T), 2 * src.size(1))
+                else:  # padding is carried along beside the budget
+                    limit = torch.minimum(budgets, 2 * (log_p > PAD / 2).sum(1)) + pad.sum(1)
+                x, log_p, src = self.forks[str(i)](x, log_p, src, limit)
+                rope = self.rope(stream_positions(log_p, src, T) - offset)
+                scored = True
+            if not scored:
+                x = block(x, rope)
+                continue
+            key_score = log_p
+            if not self.config.attenuate_attention:  # attention then only tells streams from padding
+                key_score = None if pad is None else (log_p < PAD / 2) * PAD
+            x = block(x, rope, log_p=key_score, gate=log_p.exp()[..., None])
+        return x, log_p, src
+
+    def merge(self, x, log_p, src, T):
+        """Streams x (B,S,C) -> one prediction per token (B,T,V): log-probabilities for merge='probs', else logits."""
+        if self.config.merge == 'probs':
+            log_w = token_weights(log_p, src, T)
+            return token_logsumexp(self.logits(x).log_softmax(dim=-1) + log_w[..., None], src, T)
+        if self.config.merge == 'residual':
+            x = x * log_p.exp()[..., None]
+        else:  # rightmost: the original alone
+            x = x * F.pad(src[:, 1:] != src[:, :-1], (0, 1), value=True)[..., None]
+        token_x = torch.zeros(x.size(0), T, x.size(2), dtype=x.dtype, device=x.device)
+        return self.logits(token_x.scatter_add(1, src[..., None].expand_as(x), x))
+
+    def forward(self, idx, targets=None, pad=None):
+        """idx (B,T), targets (B,T) with -1 = ignore -> (predictions (B,T,V), None) or (None, mean loss in nats).
+
+        With targets and merge='probs' only the target's probability is averaged, not all V of them.
+        """
+        if self.plain:
+            return super().forward(idx, targets, pad)
+        x, log_p, src = self.streams(idx, pad)
+        T = idx.size(1)
+        if targets is None:
+            return self.merge(x, log_p, src, T), None
+        if self.config.merge != 'probs':
+            logits = self.merge(x, log_p, src, T)
+            return None, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        nll = F.cross_entropy(self.logits(x).flatten(0, 1), targets.gather(1, src).flatten(), ignore_index=-1,
+                              reduction='none').view_as(src)  # (B,S)
+        token_nll = -token_logsumexp(token_weights(log_p, src, T) - nll, src, T)  # (B,T)
+        counted = targets != -1
+        return None, (token_nll * counted).sum() / counted.sum()
+
+    # --- generation: which copies survive depends on the whole text, so it is reread at every step ---
+
+    def new_cache(self):
+        return super().new_cache() if self.plain else None
+
+    def next_logits(self, idx, pad, cache):
+        """Predictions (B,V) for the token after the last one, under the budget of the text's present length."""
+        if self.plain:
+            return super().next_logits(idx, pad, cache)
+        x, log_p, src = self.streams(idx, pad)
+        last = src == idx.size(1) - 1
+        n = int(last.sum(1).max())  # only the last token's streams are decoded: at most n, at the row's end
+        x, log_p = x[:, -n:], log_p[:, -n:].masked_fill(~last[:, -n:], PAD)
+        return self.merge(x, log_p, torch.zeros_like(src[:, -n:]), 1)[:, 0]
+
+    @torch.no_grad()
+    def effort(self, tokens):
+        """How many streams each of the last block_size tokens (a list of ids) holds after the last block: a list."""
+        idx = torch.tensor([tokens[-self.config.block_size:]], device=self.wte.weight.device)
+        return self.streams(idx)[2][0].bincount(minlength=idx.size(1)).tolist()
+
+    # --- cost ---
+
+    def row_lengths(self):
+        T = self.config.block_size
+        lengths, S = [], T * self.config.copies
+        for i in range(self.config.n_layer):
+            if str(i) in self.forks:
+                S = min(self.budget(T), 2 * S)
+            lengths.append(S)
+        return lengths, S if self.config.merge == 'probs' else T

@@ -1,0 +1,397 @@
+"""Train any method: python train.py config/tb_small.py [--key=value ...], on one CPU or under torchrun.
+
+The settings below are overridden by a config file and then by --key=value; --help prints them with those of the model.
+"""
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import config
+import data
+from config import UserError
+from model import GPT, GPTConfig
+from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
+
+# what and where
+method = 'gpt'  # a method of the registry below: gpt or thoughtbubbles
+dataset = 'shakespeare_char'  # a folder under data/, or a path with a slash
+out_dir = 'out/run'  # checkpoints and log.jsonl
+init_from = 'scratch'  # scratch | resume | auto (resume if there is something to resume) | a checkpoint's path to start from
+overwrite = False  # let a run from scratch replace an earlier run in out_dir
+seed = 1337  # of the weights, the batches and dropout
+# batches
+batch_size = 32  # rows in one micro-batch
+grad_accum = 1  # micro-batches in one step, over all processes together
+# optimisation
+max_iters = 1500  # steps
+learning_rate = 1e-3  # at its peak
+min_lr = 1e-4  # at the end of the cosine
+warmup_iters = 100  # steps of linear warm-up
+weight_decay = 0.1  # on matrices and embeddings
+beta1 = 0.9  # AdamW
+beta2 = 0.99  # AdamW
+grad_clip = 1.0  # largest gradient norm, 0 = unlimited
+# evaluation and output
+eval_interval = 250  # steps between evaluations; a checkpoint is written before each
+eval_rows = 512  # validation rows, the same ones at each evaluation
+eval_only = False  # evaluate and end
+log_interval = 10  # steps between log lines
+wandb_project = ''  # log to Weights & Biases under this name as well
+# machine
+device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
+dtype = 'auto'  # auto | float32 | bfloat16 | float16
+compile = 'auto'  # torch.compile: auto | on | off
+threads = 0  # CPU threads per process, 0 = PyTorch's choice
+
+# the only list of the methods: name -> (config class, model class, source of its batches)
+METHODS = {
+    'gpt': (GPTConfig, GPT, data.TextBatches),
+    'thoughtbubbles': (ThoughtbubblesConfig, Thoughtbubbles, data.TextBatches),
+}
+CHECKPOINT_VERSION = 1
+# bfloat16 peak of one device in FLOP/s, for model FLOPs utilisation
+PEAK_FLOPS = {'A100': 312e12, 'H100': 989e12, 'H200': 989e12, 'B200': 2250e12, '4090': 165e12}
+
+
+# --- checkpoints: all that sampling and resuming need, plain containers and tensors only ---
+
+def save_checkpoint(path, checkpoint):
+    """Write to a temporary file and rename it, so that `path` is whole at every moment."""
+    try:
+        with open(path + '.tmp', 'wb') as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + '.tmp', path)
+    except (OSError, RuntimeError) as e:  # torch's zip writer turns a full disk into a RuntimeError
+        raise UserError(f'cannot write {path}: {e}; the file of the last save is untouched') from e
+
+
+def load_checkpoint(path, expected_method=None):
+    """Read a checkpoint with weights_only=True, so that a hostile file cannot run code. Raises UserError."""
+    if not os.path.isfile(path):
+        raise UserError(f'checkpoint {path} is not there: train one first, or give --out_dir')
+    try:
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError,
+            TypeError, AssertionError, UnicodeDecodeError, OverflowError, MemoryError) as e:
+        raise UserError(f'{path} is no checkpoint, is damaged, or holds more than tensors and plain values '
+                        f'({type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else "no detail"})') from e
+    if not isinstance(checkpoint, dict) or 'version' not in checkpoint:
+        raise UserError(f'{path} is not a checkpoint of this project')
+    if checkpoint['version'] != CHECKPOINT_VERSION:
+        raise UserError(f'{path} has layout {checkpoint["version"]!r}, this code reads layout {CHECKPOINT_VERSION}')
+    missing = {'method', 'model_config', 'model', 'meta', 'step', 'settings'} - checkpoint.keys()
+    if missing or checkpoint['method'] not in METHODS:
+        raise UserError(f'{path}: ' + (f'lacks {", ".join(sorted(missing))}' if missing else
+                                       f'method {checkpoint["method"]!r} is unknown'))
+    if expected_method and checkpoint['method'] != expected_method:
+        raise UserError(f'{path} is a {checkpoint["method"]} model, not {expected_method}')
+    return checkpoint
+
+
+def build_model(checkpoint, path='checkpoint'):
+    """The model of a checkpoint, on the CPU. Raises UserError if weights and configuration disagree."""
+    config_class, model_class, _ = METHODS[checkpoint['method']]
+    try:
+        model = model_class(config_class(**checkpoint['model_config']))
+        model.load_state_dict(checkpoint['model'])
+    except (TypeError, RuntimeError, AttributeError) as e:
+        raise UserError(f'{path}: weights and configuration do not fit together ({str(e).splitlines()[0]})') from e
+    return model
+
+
+# --- the machine ---
+
+def choose_device(name):
+    """(device, reason). Raises UserError if the named device is absent."""
+    if name == 'auto':
+        if torch.cuda.is_available():
+            return 'cuda', 'CUDA is available'
+        if torch.backends.mps.is_available():
+            return 'mps', 'MPS is available'
+        return 'cpu', 'neither CUDA nor MPS is available'
+    kind, _, index = name.partition(':')
+    present = {'cpu': 1, 'cuda': torch.cuda.device_count(), 'mps': int(torch.backends.mps.is_available())}
+    if kind not in present or (index and not index.isdigit()):
+        raise UserError(f'device = {name!r}: choose auto, cpu, cuda, cuda:N or mps')
+    if int(index or 0) >= present[kind]:
+        raise UserError(f'device = {name!r} is absent: this machine has {present["cuda"]} CUDA devices and '
+                        f'{"an" if present["mps"] else "no"} MPS device; --device=cpu always works')
+    return name, 'as set'
+
+
+def choose_dtype(name, device):
+    """(dtype name, reason). Raises UserError for a name or combination that does not exist."""
+    if name not in ('auto', 'float32', 'bfloat16', 'float16'):
+        raise UserError(f'dtype = {name!r}: choose auto, float32, bfloat16 or float16')
+    bf16 = device.startswith('cuda') and torch.cuda.is_bf16_supported(including_emulation=False)
+    if name == 'bfloat16' and device.startswith('cuda') and not bf16:
+        raise UserError('dtype = bfloat16: this GPU has none; use float16 or float32')
+    if name == 'float16' and not device.startswith('cuda'):
+        raise UserError(f'dtype = float16 needs a CUDA device, this is {device}; use bfloat16 or float32')
+    if name != 'auto':
+        return name, 'as set'
+    if not device.startswith('cuda'):
+        return 'float32', f'half precision gains little on {device}'
+    return ('bfloat16', 'the GPU has it') if bf16 else ('float16', 'the GPU has no bfloat16')
+
+
+def choose_compile(name, device):
+    """(use torch.compile, reason)"""
+    if name not in ('auto', 'on', 'off'):
+        raise UserError(f'compile = {name!r}: choose auto, on or off')
+    if name != 'auto':
+        return name == 'on', 'as set'
+    if not device.startswith('cuda'):
+        return False, f'it takes minutes to start and gains little on {device}'
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False, 'Triton is not installed'
+    return True, 'CUDA with Triton'
+
+
+def learning_rate_at(step):
+    """Linear warm-up, then a cosine down to min_lr at max_iters."""
+    if step < warmup_iters:
+        return learning_rate * (step + 1) / warmup_iters
+    progress = (step - warmup_iters) / max(1, max_iters - warmup_iters)
+    return min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (learning_rate - min_lr)
+
+
+def main(argv):
+    settings, model_settings = config.load(__file__, argv, {name: entry[0] for name, entry in METHODS.items()})
+    globals().update(settings)  # from here on `learning_rate` is the configured one
+    config_class, model_class, batch_class = METHODS[method]
+    for name in ('batch_size', 'grad_accum', 'eval_interval', 'eval_rows', 'log_interval'):
+        if settings[name] < 1:
+            raise UserError(f'{name} = {settings[name]}: must be at least 1')
+    for name in ('max_iters', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip', 'seed'):
+        if not 0 <= settings[name] < math.inf:
+            raise UserError(f'{name} = {settings[name]}: must be 0 or more')
+
+    # processes: torchrun sets RANK, LOCAL_RANK and WORLD_SIZE
+    ddp = 'RANK' in os.environ
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    run_device, why_device = choose_device(device)
+    if ddp:
+        if run_device.startswith('cuda'):
+            run_device = f'cuda:{os.environ["LOCAL_RANK"]}'
+            torch.cuda.set_device(run_device)
+        dist.init_process_group('nccl' if run_device.startswith('cuda') else 'gloo')
+    is_main = rank == 0
+    if grad_accum % world:
+        raise UserError(f'grad_accum = {grad_accum} micro-batches cannot be shared out over {world} processes: '
+                        f'use a multiple of {world}')
+    say = print if is_main else lambda *_, **__: None
+    if threads:
+        torch.set_num_threads(threads)
+    run_dtype, why_dtype = choose_dtype(dtype, run_device)
+    run_compile, why_compile = choose_compile(compile, run_device)
+    device_type = run_device.split(':')[0]
+    autocast = torch.autocast(device_type, dtype=getattr(torch, run_dtype), enabled=run_dtype != 'float32')
+    torch.set_float32_matmul_precision('high')  # TF32 where the GPU has it
+    say(f'device {run_device} ({why_device}), {world} process{"es" if world > 1 else ""}; {run_dtype} ({why_dtype}); '
+        f'compile {"on" if run_compile else "off"} ({why_compile})')
+
+    # where to start
+    ckpt_path, best_path, log_path = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'best.pt', 'log.jsonl'))
+    resume = init_from == 'resume' or (init_from == 'auto' and os.path.exists(ckpt_path))
+    if init_from in ('scratch', 'auto') and not resume and os.path.exists(ckpt_path) and not overwrite and not eval_only:
+        raise UserError(f'out_dir = {out_dir!r} holds a checkpoint already: --init_from=resume goes on with it, '
+                        '--overwrite replaces it, --out_dir=... leaves it alone')
+
+    # data
+    if is_main:
+        data.ensure_prepared(dataset)
+    if ddp:
+        dist.barrier()
+    meta = data.read_meta(dataset)
+    checkpoint = None
+    if resume:
+        checkpoint = load_checkpoint(ckpt_path, method)
+        model_config = config_class(**checkpoint['model_config'])
+    else:
+        model_settings['vocab_size'] = model_settings.get('vocab_size') or meta['vocab_size']
+        model_config = config_class(**model_settings)
+    if model_config.vocab_size < meta['vocab_size']:
+        raise UserError(f'vocab_size = {model_config.vocab_size}: dataset {dataset!r} has {meta["vocab_size"]} tokens')
+    batches = batch_class(dataset, meta, model_config, seed, eval_rows)
+
+    # model and optimizer
+    torch.manual_seed(seed)
+    model = model_class(model_config)
+    step, best_val_loss = 0, math.inf
+    if resume:
+        model = build_model(checkpoint, ckpt_path)
+        step, best_val_loss = checkpoint['step'], checkpoint['best_val_loss']
+    model.to(run_device)
+    optimizer = torch.optim.AdamW(model.param_groups(weight_decay), lr=learning_rate, betas=(beta1, beta2),
+                                  fused=device_type in ('cpu', 'cuda', 'mps'))
+    if resume:
+        optimizer.load_state_dict(checkpoint['optimizer'])
+        say(f'resuming {ckpt_path} at step {step}, best validation loss so far {best_val_loss:.4f}')
+    scaler = torch.amp.GradScaler(device_type, enabled=run_dtype == 'float16')
+    raw_model = model
+    if run_compile:
+        model = torch.compile(model)
+    if ddp:
+        model = DistributedDataParallel(model)
+    n_params = sum(p.numel() for p in raw_model.parameters())
+    tokens_per_step = batch_size * grad_accum * model_config.block_size
+    say(f'{method}: {n_params:,} parameters, {raw_model.flops_per_token() / 1e6:.1f} MFLOPs per token; '
+        f'{dataset}: {tokens_per_step:,} tokens per step, {len(batches.tokens["train"]) / tokens_per_step:.0f} steps an epoch')
+    gpu = torch.cuda.get_device_name() if device_type == 'cuda' else ''
+    peak = world * next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), 0.0)
+
+    # output
+    log = None
+    if is_main and not eval_only:
+        try:
+            os.makedirs(out_dir, exist_ok=True)
+            kept = []
+            if resume and os.path.exists(log_path):  # drop what came after the checkpoint: it is run again
+                with open(log_path, encoding='utf-8') as f:
+                    entries = [json.loads(line) for line in f if line.endswith('\n')]
+                kept = [e for e in entries if e['iter'] < step or (e['iter'] == step and 'train_loss' in e)]
+            data.write_file(log_path, ''.join(json.dumps(e) + '\n' for e in kept))
+            log = open(log_path, 'a', encoding='utf-8', buffering=1)
+        except OSError as e:
+            raise UserError(f'out_dir = {out_dir!r} cannot be written: {e.strerror}') from e
+    wandb = None
+    if wandb_project and is_main:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError('wandb_project is set, but wandb is not installed: pip install wandb') from None
+        wandb.init(project=wandb_project, name=os.path.basename(out_dir), config={**settings, **asdict(model_config)})
+    bar = tqdm(total=max_iters, initial=step, disable=not (is_main and sys.stderr.isatty() and not eval_only), unit='step')
+    say_line = tqdm.write if not bar.disable else say
+
+    def record(**entry):
+        if log:
+            log.write(json.dumps(entry) + '\n')
+        if wandb:
+            wandb.log(entry, step=entry['iter'])
+
+    def save(path):
+        if is_main:
+            save_checkpoint(path, {
+                'version': CHECKPOINT_VERSION, 'method': method, 'model_config': asdict(model_config), 'meta': meta,
+                'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'step': step,
+                'best_val_loss': best_val_loss, 'settings': settings})
+
+    @torch.no_grad()
+    def evaluate():
+        """Mean loss over the fixed validation rows, shared out over the processes."""
+        model.eval()
+        total = torch.zeros(1, dtype=torch.float64)
+        for first in range(rank * batch_size, batches.n_val, world * batch_size):
+            rows = list(range(first, min(first + batch_size, batches.n_val)))
+            with autocast:
+                loss = raw_model(*(t.to(run_device) for t in batches.val_batch(rows)))[1]
+            total += loss.item() * len(rows)
+        model.train()
+        if ddp:
+            total = total.to(run_device if device_type == 'cuda' else 'cpu')
+            dist.all_reduce(total)
+        return total.item() / batches.n_val
+
+    stop = []  # signals received; the second Ctrl-C stops at once
+
+    def on_signal(number, _):
+        if stop and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.append(number)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+
+    # the loop
+    model.train()
+    clock, clock_step = time.perf_counter(), step
+    while True:
+        if step % eval_interval == 0 or step >= max_iters or eval_only:
+            if not eval_only:
+                save(ckpt_path)  # before the evaluation, so that a crash in it loses nothing
+            val_loss = evaluate()
+            say_line(f'step {step}: val loss {val_loss:.4f}')
+            record(iter=step, val_loss=val_loss)
+            if val_loss < best_val_loss and not eval_only:
+                best_val_loss = val_loss
+                save(best_path)
+            clock, clock_step = time.perf_counter(), step
+        if step >= max_iters or eval_only:
+            break
+
+        lr = learning_rate_at(step)
+        for group in optimizer.param_groups:
+            group['lr'] = lr
+        step_loss = torch.zeros(1, device=run_device)
+        for micro in range(rank, grad_accum, world):
+            rows = list(range(micro * batch_size, (micro + 1) * batch_size))
+            batch = [t.to(run_device) for t in batches.train_batch(step, rows)]
+            # dropout depends on (seed, step, micro-batch) alone: the same on any number of processes, and after a resume
+            torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + micro)
+            if ddp:  # gradients are exchanged once per step; must be set before the forward pass
+                model.require_backward_grad_sync = micro + world >= grad_accum
+            with autocast:
+                loss = model(*batch)[1]
+            scaler.scale(loss * world / grad_accum).backward()  # DDP averages over processes, hence * world
+            step_loss += loss.detach() / grad_accum
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+        status = torch.cat((step_loss, step_loss.new_tensor([float(bool(stop))])))
+        if ddp:
+            dist.all_reduce(status)
+        train_loss, stop_wanted = status.tolist()
+        # float16 gradients may overflow: the scaler skips that step and lowers its scale
+        if not math.isfinite(train_loss) or not (scaler.is_enabled() or math.isfinite(norm)):
+            raise UserError(f'step {step}: loss {train_loss}, gradient norm {norm.item()}: training has diverged; '
+                            f'{ckpt_path} is from before; a lower learning_rate (now {learning_rate}) may help')
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        bar.update()
+        if step % log_interval == 0 or step == max_iters:
+            now = time.perf_counter()
+            rate = tokens_per_step * (step - clock_step) / (now - clock)
+            clock, clock_step = now, step
+            entry = {'iter': step, 'train_loss': train_loss, 'lr': lr, 'tokens_per_s': round(rate), 'grad_norm': norm.item()}
+            if peak:
+                entry['mfu'] = rate * raw_model.flops_per_token() / peak
+            record(**entry)
+            bar.set_postfix(loss=f'{train_loss:.4f}', lr=f'{lr:.1e}', tokens_per_s=f'{rate:,.0f}')
+            if bar.disable and step % (10 * log_interval) == 0:
+                left = (max_iters - step) * tokens_per_step / rate
+                say(f'step {step}: loss {train_loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, {left / 60:.1f} min left', flush=True)
+        if stop_wanted:
+            save(ckpt_path)
+            say_line(f'stopped by a signal after step {step}; go on with the same command and --init_from=resume')
+            break
+
+    bar.close()
+    if is_main and step >= max_iters and not eval_only:
+        say(batches.report(raw_model))
+        say(f'{ckpt_path} is the last model, {best_path} the best (val loss {best_val_loss:.4f}); '
+            f'python sample.py --out_dir={out_dir} samples from it')
+    if log:
+        log.close()
+    if ddp:
+        dist.destroy_process_group()
+
+
+if __name__ == '__main__':
+    config.run(main)
