@@ -274,6 +274,11 @@ class GPT(nn.Module):
                     row.append(token)
         return out
 
+    def effort(self, prompts, new):
+        """What the model spent on each token of prompts + new (lists of token lists): a list of ints per row, None
+        where it is not known, in units of self.effort_unit. Raises UserError where every token costs the same."""
+        raise UserError('this model spends the same on every token: there is nothing to show')
+
     # --- training ---
 
     def param_groups(self, weight_decay):
@@ -281,6 +286,20 @@ class GPT(nn.Module):
         params = [p for p in self.parameters() if p.requires_grad]
         return [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
                 {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+
+    def load_pretrained(self, state):
+        """Start from another checkpoint's weights (a state dict), tensor by tensor of the same name.
+
+        Where this model has more rows (a larger vocabulary), the further rows keep their initial values. Returns the
+        names of tensors that the checkpoint does not have. Raises UserError where the shapes do not fit.
+        """
+        own = self.state_dict()  # shares memory with the parameters
+        for name, tensor in state.items():
+            if name not in own or tensor.shape[1:] != own[name].shape[1:] or len(tensor) > len(own[name]):
+                raise UserError(f'the checkpoint to start from has {name} {tuple(tensor.shape)}, this model has '
+                                f'{tuple(own[name].shape) if name in own else "no such tensor"}')
+            own[name][:len(tensor)] = tensor
+        return [name for name in own if name not in state]
 
     def row_lengths(self):
         """Streams that each block, and the head, compute for a full row of block_size tokens: (list, int)."""

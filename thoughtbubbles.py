@@ -114,6 +114,8 @@ class Fork(nn.Module):
 
 
 class Thoughtbubbles(GPT):
+    effort_unit = 'streams'
+
     def __init__(self, config):
         super().__init__(config)
         # created after the core, so that the core starts from the same weights as a plain GPT of the same seed
@@ -207,10 +209,19 @@ class Thoughtbubbles(GPT):
         return self.merge(x, log_p, torch.zeros_like(src[:, -n:]), 1)[:, 0]
 
     @torch.no_grad()
-    def effort(self, tokens):
-        """How many streams each of the last block_size tokens (a list of ids) holds after the last block: a list."""
-        idx = torch.tensor([tokens[-self.config.block_size:]], device=self.wte.weight.device)
-        return self.streams(idx)[2][0].bincount(minlength=idx.size(1)).tolist()
+    def effort(self, prompts, new):
+        """How many streams each token of prompts + new holds after the last block; see GPT.effort.
+
+        Only the last block_size tokens are read, as in generation; the ones before are None.
+        """
+        if self.plain:
+            return super().effort(prompts, new)
+        held = []
+        for text in map(lambda p, n: list(p) + list(n), prompts, new):
+            idx = torch.tensor([text[-self.config.block_size:]], device=self.wte.weight.device)
+            streams = self.streams(idx)[2][0].bincount(minlength=idx.size(1)).tolist()
+            held.append([None] * (len(text) - len(streams)) + streams)
+        return held
 
     # --- cost ---
 

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import torch
 import torch.distributed as dist
@@ -110,6 +110,13 @@ def build_model(checkpoint, path='checkpoint'):
     except (TypeError, RuntimeError, AttributeError) as e:
         raise UserError(f'{path}: weights and configuration do not fit together ({str(e).splitlines()[0]})') from e
     return model
+
+
+def check_same_tokenizer(old, new):
+    """A model can go on only with the tokens that it knows; special tokens may be added behind them."""
+    old, new = ({k: v for k, v in meta['tokenizer'].items() if k != 'special'} for meta in (old, new))
+    if old != new:
+        raise UserError('init_from: the checkpoint was trained with another tokenizer than the data set has')
 
 
 # --- the machine ---
@@ -224,6 +231,12 @@ def main(argv):
         checkpoint = load_checkpoint(ckpt_path, method)
         model_config = config_class(**checkpoint['model_config'])
     else:
+        if init_from not in ('scratch', 'auto'):  # the checkpoint to start from gives the core's shape
+            checkpoint = load_checkpoint(init_from)
+            shape = {f.name: checkpoint['model_config'][f.name] for f in fields(GPTConfig)}
+            shape['vocab_size'] = max(shape['vocab_size'], meta['vocab_size'])
+            check_same_tokenizer(checkpoint['meta'], meta)
+            model_settings = {**shape, **model_settings}
         model_settings['vocab_size'] = model_settings.get('vocab_size') or meta['vocab_size']
         model_config = config_class(**model_settings)
     if model_config.vocab_size < meta['vocab_size']:
@@ -237,6 +250,9 @@ def main(argv):
     if resume:
         model = build_model(checkpoint, ckpt_path)
         step, best_val_loss = checkpoint['step'], checkpoint['best_val_loss']
+    elif checkpoint:
+        new = model.load_pretrained(checkpoint['model'])
+        say(f'starting from {init_from}, a {checkpoint["method"]} model; new: {", ".join(new) or "nothing"}')
     model.to(run_device)
     optimizer = torch.optim.AdamW(model.param_groups(weight_decay), lr=learning_rate, betas=(beta1, beta2),
                                   fused=device_type in ('cpu', 'cuda', 'mps'))

@@ -1,0 +1,118 @@
+"""Speed and memory as ratios within one run: python bench.py [--part=train]
+
+Every case is timed in turn, round after round, and the median taken, so that a slow moment of the machine hits all.
+"""
+import statistics
+import time
+
+import torch
+
+import config
+from config import UserError
+from train import METHODS, choose_device
+
+part = 'all'  # all, or one of the parts at the end of this file
+rounds = 15  # timed rounds of a training step
+batch_size = 32  # rows of a training step
+threads = 2  # CPU threads
+device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
+
+SMALL = dict(vocab_size=65, block_size=64, n_layer=4, n_head=4, n_embd=128)  # config/gpt_small.py
+
+
+def build(method, **settings):
+    """A model with random weights and its training step, a function without arguments."""
+    config_class, model_class, _ = METHODS[method]
+    torch.manual_seed(0)
+    model = model_class(config_class(**settings)).to(device)
+    optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
+    ids = torch.randint(settings['vocab_size'], (batch_size, settings['block_size'] + 1), device=device)
+
+    def step():
+        model(ids[:, :-1], ids[:, 1:])[1].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return model, step
+
+
+def seconds(function):
+    start = time.perf_counter()
+    function()
+    if device.startswith('cuda'):
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def peak_memory(function):
+    """Most bytes that the function held at once beyond what was there before."""
+    if device.startswith('cuda'):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    held = peak = 0
+    events = (e for e in profile.profiler.kineto_results.events() if e.name() == '[memory]')
+    for event in sorted(events, key=lambda e: e.start_ns()):  # one event per allocation (> 0) or release (< 0)
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def compare_steps(cases):
+    """Time and memory of training steps, as ratios to the first of cases = [(name, method, settings), ...]."""
+    built = [(name, *build(method, **settings)) for name, method, settings in cases]
+    for _ in range(3):
+        for _, _, step in built:
+            step()
+    times = {name: [] for name, _, _ in built}
+    for _ in range(rounds):
+        for name, _, step in built:
+            times[name].append(seconds(step))
+    base = None
+    print(f'{"training step":32s} {"ms":>8s} {"MB":>8s} {"time x":>8s} {"memory x":>9s} {"FLOPs x":>8s} {"time/FLOPs":>11s} {"mem/FLOPs":>10s}')
+    for name, model, step in built:
+        now = statistics.median(times[name]), peak_memory(step), model.flops_per_token()
+        base = base or now
+        time_x, memory_x, flops_x = (a / b for a, b in zip(now, base))
+        print(f'{name:32s} {now[0] * 1e3:8.1f} {now[1] / 1e6:8.1f} {time_x:8.2f} {memory_x:9.2f} {flops_x:8.2f} '
+              f'{time_x / flops_x:11.2f} {memory_x / flops_x:10.2f}')
+
+
+def train():
+    """Training steps at the size of config/*_small.py."""
+    compare_steps([('gpt', 'gpt', SMALL),
+                   ('gpt again (the noise)', 'gpt', SMALL),
+                   ('copy-2', 'thoughtbubbles', dict(SMALL, fork_layers=(), copies=2, merge='rightmost')),
+                   *((f'thoughtbubbles kappa {kappa} {merge}', 'thoughtbubbles',
+                      dict(SMALL, kappa=kappa, merge=merge)) for kappa in (2, 4) for merge in ('probs', 'residual'))])
+
+
+def generate():
+    """256 tokens after a prompt of 16, with the KV cache and without."""
+    model, _ = build('gpt', **dict(SMALL, block_size=512))
+    prompts = [list(range(16))]
+    times = {use_cache: statistics.median(seconds(lambda: model.generate(prompts, 256, use_cache=use_cache))
+                                          for _ in range(3)) for use_cache in (True, False)}
+    print(f'{"generating 256 tokens":32s} cached {times[True]:.2f} s, uncached {times[False]:.2f} s, '
+          f'{times[False] / times[True]:.1f} times faster')
+
+
+PARTS = {'train': train, 'generate': generate}
+
+
+def main(argv):
+    settings, _ = config.load(__file__, argv)
+    if settings['part'] not in ('all', *PARTS):
+        raise UserError(f'part = {settings["part"]!r}: choose all, {", ".join(PARTS)}')
+    settings['device'] = choose_device(settings['device'])[0]
+    globals().update(settings)
+    torch.set_num_threads(threads)
+    for name, function in PARTS.items():
+        if part in ('all', name):
+            function()
+
+
+if __name__ == '__main__':
+    config.run(main)

@@ -1,0 +1,98 @@
+"""Text from a checkpoint alone: python sample.py --out_dir=out/tb_small --prompt="ROMEO:" --show=True
+
+--show=True colours every token by what the model spent on it: streams held, or slots taken.
+"""
+import sys
+
+import torch
+
+import config
+from config import UserError
+from data import Tokenizer
+from train import build_model, choose_device, load_checkpoint
+
+out_dir = 'out/tb_small'  # the run whose checkpoint is read
+checkpoint = ''  # a checkpoint's path instead, such as out/tb_small/best.pt
+prompt = '\n'  # the text to continue
+prompt_file = ''  # a file with the text to continue instead
+num_samples = 1  # continuations, made in one batch
+max_new_tokens = 300  # tokens per continuation
+temperature = 0.8  # 0 takes the likeliest token
+top_k = 0  # draw from the k likeliest tokens only, 0 = all
+top_p = 1.0  # draw from the likeliest tokens that together have this probability
+stop = ''  # end a continuation at this token's text
+seed = 1337  # of the draws
+show = False  # colour tokens by the streams or slots that the model spent on them
+device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
+
+# 256-colour backgrounds from least to most effort, each with a readable foreground
+COLOURS = [(255, 16), (194, 16), (228, 16), (214, 16), (203, 16), (125, 231), (55, 231)]
+
+
+def coloured(tokenizer, tokens, effort, unit, terminal):
+    """Text with each token's effort as background and a legend; on no terminal, the numbers after the text."""
+    known = [e for e in effort if e is not None]
+    mean = sum(known) / max(1, len(known))
+    if not terminal:
+        pairs = ' '.join(f'{tokenizer.decode([t])!r}:{"-" if e is None else e}' for t, e in zip(tokens, effort))
+        return f'{tokenizer.decode(tokens)}\n{unit} per token: {pairs}\nmean {unit} per token: {mean:.2f}'
+
+    def paint(text, e):
+        back, front = COLOURS[min(e, len(COLOURS)) - 1 if e else 0]
+        return '\n'.join(f'\033[48;5;{back}m\033[38;5;{front}m{line}\033[0m' if line else '' for line in text.split('\n'))
+    text = ''.join(tokenizer.decode([t]) if e is None else paint(tokenizer.decode([t]), e) for t, e in zip(tokens, effort))
+    legend = ' '.join(paint(f' {e} ', e) for e in sorted(set(known)))
+    return f'{text}\n{unit} per token: {legend}  mean {mean:.2f}'
+
+
+def main(argv):
+    settings, _ = config.load(__file__, argv)
+    globals().update(settings)
+    for name in ('num_samples', 'max_new_tokens'):
+        if settings[name] < 1:
+            raise UserError(f'{name} = {settings[name]}: must be at least 1')
+    path = checkpoint or f'{out_dir}/ckpt.pt'
+    saved = load_checkpoint(path)
+    model = build_model(saved, path).to(choose_device(device)[0]).eval()
+    tokenizer = Tokenizer(saved['meta']['tokenizer'])  # travels inside the checkpoint: no data set is needed
+
+    text = prompt
+    if prompt_file:
+        try:
+            with open(prompt_file, encoding='utf-8') as f:
+                text = f.read()
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f'prompt_file = {prompt_file!r} cannot be read: {e}') from e
+    ids = tokenizer.encode(text)
+    stop_ids = tokenizer.encode(stop)
+    if len(stop_ids) > 1:
+        raise UserError(f'stop = {stop!r} is {len(stop_ids)} tokens: give the text of a single token')
+    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, stop_token=stop_ids[0] if stop_ids else None)
+    prompts, new = [ids] * num_samples, [[] for _ in range(num_samples)]
+    live = num_samples == 1 and not show  # a single text is written out while it is made
+    if live:
+        print(text, end='', flush=True)
+    written = ''
+    torch.manual_seed(seed)
+    for step in model.stream(prompts, max_new_tokens, **sampling):
+        for row, token in zip(new, step):
+            if token is not None:
+                row.append(token)
+        if live:
+            so_far = tokenizer.decode(new[0])
+            if not so_far.endswith('\ufffd'):  # a character whose bytes are not complete yet
+                print(so_far[len(written):], end='', flush=True)
+                written = so_far
+    if live:
+        print()
+        return
+    effort = model.effort(prompts, new) if show else None
+    for i, row in enumerate(new):
+        if num_samples > 1:
+            print(f'--- {i + 1} of {num_samples} ---')
+        print(coloured(tokenizer, ids + row, effort[i], model.effort_unit, sys.stdout.isatty()) if show
+              else text + tokenizer.decode(row))
+
+
+if __name__ == '__main__':
+    config.run(main)
