@@ -399,6 +399,8 @@ def main(argv):
             break
 
     bar.close()
+    if step >= max_iters and not eval_only:
+        save(ckpt_path)  # once more, now that the best loss is known
     if is_main and step >= max_iters and not eval_only:
         say(batches.report(raw_model))
         say(f'{ckpt_path} is the last model, {best_path} the best (val loss {best_val_loss:.4f}); '

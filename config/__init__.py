@@ -22,6 +22,7 @@ class UserError(ValueError):
 SETTING = re.compile(r'^ *([a-z]\w*)(?:: [^=]+?)? = (.+?) +# (.+)$', re.MULTILINE)
 TYPE_NAMES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
               tuple: 'numbers separated by commas'}
+BOOLS = {'true': True, '1': True, 'false': False, '0': False}
 
 
 @dataclasses.dataclass
@@ -73,13 +74,15 @@ def parse(text, kind):
     """Command-line text as bool, int, float or tuple of numbers. Raises ValueError."""
     text = text.strip()
     if kind is bool:
-        return {'true': True, '1': True, 'false': False, '0': False}[text.lower()] if text.lower() in (
-            'true', '1', 'false', '0') else int('not a bool')
-    if kind is int:
-        number = float(text)  # 1e5 and 1_000 are whole numbers too
-        if number != int(number):
+        if text.lower() not in BOOLS:
             raise ValueError
-        return int(text) if re.fullmatch(r'[+-]?[\d_]+', text) else int(number)
+        return BOOLS[text.lower()]
+    if kind is int:
+        if re.fullmatch(r'[+-]?[\d_]+', text):
+            return int(text)
+        if not float(text).is_integer():  # 1e5 is a whole number too
+            raise ValueError
+        return int(float(text))
     if kind is float:
         return float(text)
     numbers = [part.strip() for part in text.strip('()[]').split(',') if part.strip()]
@@ -114,7 +117,7 @@ def load(script, argv, methods=None):
             name, _, value = arg[2:].partition('=')
             command_line[name] = (value, 'command line')
         elif arg[2:] in flags:
-            spelled_out = args and args[0].lower() in ('true', 'false', '0', '1')
+            spelled_out = args and args[0].lower() in BOOLS
             command_line[arg[2:]] = (args.pop(0) if spelled_out else True, 'command line')
         elif args and not args[0].startswith('--'):
             command_line[arg[2:]] = (args.pop(0), 'command line')
