@@ -99,7 +99,7 @@ def load(script, argv, methods=None):
     """Settings of `script` after config files and command line.
 
     methods: {name: config class} where the setting `method` chooses whose fields are settings too.
-    Returns (settings of the script, settings of the method's config that were given), two dicts.
+    Returns (settings of the script, settings of the method's config that were given, names of all that were given).
     Raises UserError on an unknown name or a value of the wrong type; prints the settings and exits on --help.
     """
     known = script_settings(script)
@@ -143,7 +143,7 @@ def load(script, argv, methods=None):
             raise unknown(name, [*known, *model_known], where)
         target, setting = (settings, known[name]) if name in known else (model_settings, model_known[name])
         target[name] = convert(name, value, setting, where)
-    return settings, model_settings
+    return settings, model_settings, set(given)
 
 
 def read_config_file(path):
@@ -176,6 +176,8 @@ def print_help(script, known, methods):
 
 def run(main):
     """Run a script's main(argv); a UserError ends it with one line and exit status 1 instead of a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character gets '?', not a crash
+        stream.reconfigure(errors='replace')
     try:
         main(sys.argv[1:])
     except UserError as e:

@@ -62,8 +62,9 @@ DEFAULTS = dict(steps=100, rate=0.5, name='a', flag=False, layers=(1, 2), method
     (['fancy.py'], dict(method='fancy', rate=2.0), dict(omega=(0.5, 0.5))),
 ])
 def test_settings_come_from_defaults_files_and_the_command_line(load, argv, changed, model):
-    settings, model_settings = load(*argv)
+    settings, model_settings, given = load(*argv)
     assert settings == {**DEFAULTS, **changed} and model_settings == model
+    assert given >= set(changed) | set(model)
     assert all(type(settings[name]) is type(default) for name, default in DEFAULTS.items())
 
 
@@ -122,7 +123,7 @@ def test_every_setting_of_the_scripts_has_a_comment(script):
 @pytest.mark.parametrize('name', sorted(f for f in os.listdir(os.path.join(ROOT, 'config')) if f[0] != '_' and f.endswith('.py')))
 def test_every_config_file_loads_and_builds(name):
     methods = {m: entry[0] for m, entry in train.METHODS.items()}
-    settings, model_settings = config.load(os.path.join(ROOT, 'train.py'), [os.path.join(ROOT, 'config', name)], methods)
+    settings, model_settings, _ = config.load(os.path.join(ROOT, 'train.py'), [os.path.join(ROOT, 'config', name)], methods)
     methods[settings['method']](**model_settings)
     assert settings['out_dir'] == 'out/' + name[:-3]
 
