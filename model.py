@@ -41,6 +41,11 @@ class GPTConfig:
         if self.rope_base <= 1:
             raise UserError(f'rope_base = {self.rope_base}: must be above 1')
 
+    @property
+    def row_size(self):
+        """Positions in a full row: block_size, times whatever a method makes of one token."""
+        return self.block_size
+
 
 def rotate(x, rope):
     """Rotary embedding (RoFormer, 2104.09864): turn each pair (x1, x2) of x (B,H,S,D) by its position's angle."""
@@ -147,7 +152,7 @@ class GPT(nn.Module):
         if config.vocab_size < 1:
             raise UserError(f'vocab_size = {config.vocab_size}: a model needs at least 1 token')
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.learned_positions else None
+        self.wpe = nn.Embedding(config.row_size, config.n_embd) if config.learned_positions else None
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
@@ -178,9 +183,13 @@ class GPT(nn.Module):
         angles = positions.to(dtype)[:, None, :, None] * self.config.rope_base ** -exponent
         return angles.cos(), angles.sin()
 
+    def input_vectors(self, idx):
+        """Ids (B,S) -> their embeddings (B,S,C)."""
+        return self.wte(idx)
+
     def embed(self, idx, positions):
         """Token ids (B,S) at positions (B or 1, S) -> x (B,S,C)."""
-        x = self.wte(idx)
+        x = self.input_vectors(idx)
         if self.wpe is not None:
             x = x + self.wpe(positions.long())
         return self.drop(x)
@@ -223,7 +232,7 @@ class GPT(nn.Module):
 
     def new_cache(self):
         """Empty KV caches, one per layer. A method that must reread the whole text returns None."""
-        return [KVCache(self.config.block_size) for _ in self.blocks]
+        return [KVCache(self.config.row_size) for _ in self.blocks]
 
     def next_logits(self, idx, pad, cache):
         """Logits (B,V) of the token after the last one of idx (B,T); arguments as in encode."""

@@ -20,11 +20,12 @@ from tqdm import tqdm
 import config
 import data
 from config import UserError
+from cyb import CYB, CYBConfig
 from model import GPT, GPTConfig
 from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 
 # what and where
-method = 'gpt'  # a method of the registry below: gpt or thoughtbubbles
+method = 'gpt'  # a method of the registry below: gpt, thoughtbubbles or cyb
 dataset = 'shakespeare_char'  # a folder under data/, or a path with a slash
 out_dir = 'out/run'  # checkpoints and log.jsonl
 init_from = 'scratch'  # scratch | resume | auto (resume if there is something to resume) | a checkpoint's path to start from
@@ -58,6 +59,7 @@ threads = 0  # CPU threads per process, 0 = PyTorch's choice
 METHODS = {
     'gpt': (GPTConfig, GPT, data.TextBatches),
     'thoughtbubbles': (ThoughtbubblesConfig, Thoughtbubbles, data.TextBatches),
+    'cyb': (CYBConfig, CYB, data.TextBatches),
 }
 CHECKPOINT_VERSION = 1
 # bfloat16 peak of one device in FLOP/s, for model FLOPs utilisation
