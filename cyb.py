@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import UserError
-from model import GPT, GPTConfig, causal_mask
+from model import GPT, GPTConfig, KVCache, causal_mask, check_sampling, sample_token
 
 CHUNK = 2 ** 23  # logits that training holds at once
 
@@ -25,8 +25,8 @@ class CYBConfig(GPTConfig):
     objective: str = 'cyb'  # cyb | tbys (baseline: cross-entropy in the last slot, no <don't know>)
     see_pauses: bool = True  # False: later tokens do not see a token's pauses and positions count tokens
 
-    # what differs by default when training starts from a plain GPT: slot 1 must go on being that GPT
-    from_plain = {'see_pauses': False}
+    from_gpt = {'see_pauses': False}  # slot 1 then starts as that GPT
+    row_settings = ('block_size', 'W')
 
     def __post_init__(self):
         super().__post_init__()
@@ -37,10 +37,6 @@ class CYBConfig(GPTConfig):
         if self.objective not in ('cyb', 'tbys'):
             raise UserError(f'objective = {self.objective!r}: choose cyb or tbys')
         stopping_distribution(self.omega, self.W)
-
-    @property
-    def row_size(self):
-        return self.block_size * self.W
 
 
 def stopping_distribution(omega, W):
@@ -56,8 +52,8 @@ def stopping_distribution(omega, W):
         return named[omega]
     if len(omega) != W:
         raise UserError(f'omega = {omega} has {len(omega)} numbers: give one for each of the W = {W} slots')
-    if not all(0 <= w < math.inf for w in omega):
-        raise UserError(f'omega = {omega}: probabilities are 0 or more')
+    if not all(isinstance(w, (int, float)) and 0 <= w <= 1 for w in omega):
+        raise UserError(f'omega = {omega}: each must be a number from 0 to 1')
     if abs(sum(omega) - 1) > 1e-6:
         raise UserError(f'omega = {omega} sums to {sum(omega):.6g}: probabilities must sum to 1')
     return [w / sum(omega) for w in omega]
@@ -140,7 +136,85 @@ def head_loss(*args):
     return HeadLoss.apply(*args)
 
 
+class SlotRows:
+    """The texts of a batch while they grow, each at its own pace, over one KV cache.
+
+    A forward pass feeds every row the slots that it has pending, with padding on the left of those that have fewer;
+    the padding takes up columns of the cache, which stay masked for that row.
+    """
+
+    def __init__(self, model, prompts, opening=1, keep_unused=True, use_cache=True):
+        """opening: slots that a new token gets without asking. keep_unused: feed the pauses that were not taken."""
+        self.model, self.use_cache, self.cache = model, use_cache, None
+        self.W, self.block_size, self.hidden = model.config.W, model.config.block_size, not model.config.see_pauses
+        self.opening, self.keep_unused = opening, keep_unused and not self.hidden  # hidden ones would serve nobody
+        self.capacity = model.config.row_size * min(2, len(prompts))
+        self.tokens, self.start = [list(p) for p in prompts], [0] * len(prompts)  # start: of the window that is read
+        held = self.W if self.keep_unused else 1
+        # slots: (token, slot) of all that a row holds; columns: where the cache has it, as far as it has been fed
+        self.slots = [[(i, j) for i in range(len(p)) for j in range(held if i < len(p) - 1 else opening)] for p in prompts]
+        self.columns = [[] for _ in prompts]
+        for r in range(len(prompts)):
+            self.slide(r)
+
+    def used(self, r):
+        """Slots that row r's last token has taken so far."""
+        return self.slots[r][-1][1] + 1
+
+    def pause(self, r):
+        token, slot = self.slots[r][-1]
+        self.slots[r].append((token, slot + 1))
+
+    def answer(self, r, new):
+        """Row r goes on with the token `new`."""
+        (token, slot), slots = self.slots[r][-1], self.slots[r]
+        if self.hidden and slot:  # the last token's pauses have served
+            self.pad[r, self.columns[r][-slot:]] = True
+            del slots[-slot:], self.columns[r][-slot:]
+        if self.keep_unused:
+            slots += [(token, j) for j in range(slot + 1, self.W)]
+        self.tokens[r].append(new)
+        slots += [(token + 1, j) for j in range(self.opening)]
+        self.slide(r)
+
+    def slide(self, r):
+        """A text that outgrows block_size goes on from its last block_size / 2 tokens, read anew."""
+        n = len(self.tokens[r])
+        if n - self.start[r] > self.block_size:
+            self.start[r], self.cache = n - max(1, self.block_size // 2), None
+            self.slots[r] = [s for s in self.slots[r] if s[0] >= self.start[r]]
+
+    def end(self, r):
+        self.slots[r], self.columns[r] = [], []
+
+    def feed(self):
+        """The last block's output in the last slot of each row, (B,C); for a row that has ended, anything."""
+        device, V = self.model.wte.weight.device, self.model.config.vocab_size
+        n = max(len(s) - len(c) for s, c in zip(self.slots, self.columns))
+        if self.cache is None or self.pad.size(1) + n > self.capacity:
+            self.pad = torch.zeros(len(self.slots), 0, dtype=torch.bool, device=device)
+            self.cache = [KVCache(self.capacity) for _ in self.model.blocks] if self.use_cache else None
+            self.columns, n = [[] for _ in self.slots], max(map(len, self.slots))
+        past = self.pad.size(1)
+        ids, index, slot, pad = [], [], [], []  # (B,n) each
+        for tokens, start, slots, columns in zip(self.tokens, self.start, self.slots, self.columns):
+            pending = slots[len(columns):]
+            blank = n - len(pending)
+            ids.append([0] * blank + [V + j - 1 if j else tokens[i] for i, j in pending])
+            index.append([0] * blank + [i - start for i, _ in pending])
+            slot.append([0] * blank + [j for _, j in pending])
+            pad.append([True] * blank + [False] * len(pending))
+            columns += range(past + blank, past + n)
+        ids, index, slot, pad = (torch.tensor(t, device=device) for t in (ids, index, slot, pad))
+        self.pad = torch.cat((self.pad, pad), dim=1)
+        mask = causal_mask(n, past + n, self.pad if self.pad.any() else None, device)
+        return self.model.encode(ids, self.model.positions(index, slot), mask, cache=self.cache)[:, -1]
+
+
 class CYB(GPT):
+    sampling = (*GPT.sampling, 'pace', 'threshold', 'skip_unused_pauses')
+    effort_unit = 'slots'
+
     def __init__(self, config):
         super().__init__(config)
         # created after the core, so that the core starts from the same weights as a plain GPT of the same seed
@@ -214,6 +288,93 @@ class CYB(GPT):
         total = head_loss(y, self.dont_know_logit(y), self.lm_head.weight, targets.flatten(), self.omega, self.gamma,
                           torch.is_grad_enabled())
         return None, total / (targets >= 0).sum().clamp(min=1)
+
+    # --- generation ---
+
+    @torch.no_grad()
+    def paced(self, rows, lengths, choose, pauses):
+        """Let every row grow by its number of tokens, pausing at its own pace; yield after each forward pass a list
+        with every row's (new token, slots taken), None where it paused or has ended.
+
+        choose: logits (B,V) -> B tokens. pauses: probability of <don't know> (B,) -> B bools. A row whose number in
+        the list `lengths` is set to 0 ends.
+        """
+        was_training = self.training
+        self.eval()
+        try:
+            while any(lengths):
+                x = rows.feed()
+                logits = self.logits(x)
+                d = torch.zeros_like(logits[:, 0])
+                if self.config.objective == 'cyb':
+                    d = torch.sigmoid(self.dont_know_logit(self.ln_f(x)) - logits.logsumexp(dim=-1))
+                step = [None] * len(lengths)
+                for r, (new, pause) in enumerate(zip(choose(logits), pauses(d))):
+                    if lengths[r] and pause and rows.used(r) < self.config.W:
+                        rows.pause(r)
+                    elif lengths[r]:
+                        step[r] = new, rows.used(r)
+                        rows.answer(r, new)
+                        lengths[r] -= 1
+                yield step
+                for r, left in enumerate(lengths):
+                    if not left:
+                        rows.end(r)
+        finally:
+            self.train(was_training)
+
+    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None, use_cache=True,
+               pace='model', threshold=0.5, skip_unused_pauses=False):
+        """As GPT.stream, each row at its own pace: a step is one forward pass, in which some rows yield None because
+        they pause. Leaves the slots that each new token took in self.slots, a list of ints per row.
+
+        pace: 'model' pauses with probability d, at temperature 0 where d > threshold; 'first' never pauses, 'all'
+        takes W slots always, as TBYS does, in one forward pass. temperature, top_k and top_p shape the answer alone.
+        By default the pauses that a token did not take are fed along with the next token, so that the context is
+        that of training and no step is lost; skip_unused_pauses=True leaves them out, those of the prompt as well.
+        Raises UserError for an empty prompt and for sampling settings out of range.
+        """
+        check_sampling(prompts, temperature, top_k, top_p)
+        if pace not in ('model', 'first', 'all'):
+            raise UserError(f'pace = {pace!r}: choose model, first or all')
+        if not 0 <= threshold <= 1:
+            raise UserError(f'threshold = {threshold}: must be in [0, 1]')
+        opening = self.config.W if pace == 'all' or self.config.objective == 'tbys' else 1
+        rows = SlotRows(self, prompts, opening, not skip_unused_pauses, use_cache)
+        self.slots, left = [[] for _ in prompts], [max_new_tokens] * len(prompts)
+
+        def pauses(d):
+            return (d > (torch.rand_like(d) if temperature > 0 else threshold)).tolist() if pace == 'model' else [False] * len(d)
+        for step in self.paced(rows, left, lambda logits: sample_token(logits, temperature, top_k, top_p).tolist(), pauses):
+            for r, (new, used) in ((r, answer) for r, answer in enumerate(step) if answer):
+                self.slots[r].append(used)
+                if new == stop_token:
+                    left[r] = 0
+            yield [answer and answer[0] for answer in step]
+
+    def effort(self, prompts, new):
+        """The slots that the last call of stream took for each new token; see GPT.effort."""
+        if self.config.objective == 'tbys' or self.config.W == 1:
+            return super().effort(prompts, new)
+        return [[None] * len(p) + s[:len(n)] for p, n, s in zip(prompts, new, self.slots)]
+
+    # --- training ---
+
+    @torch.no_grad()
+    def load_pretrained(self, state):
+        """As GPT.load_pretrained. From a model that does not know pauses, this one starts by answering at once."""
+        known = len(state['pauses']) + 1 if 'pauses' in state else self.config.W
+        if known != self.config.W:
+            raise UserError(f'W = {self.config.W}: the checkpoint to start from has W = {known} slots per token')
+        wpe = state.get('wpe.weight')
+        if wpe is not None and len(wpe) == self.config.block_size and self.config.see_pauses:
+            state = {**state, 'wpe.weight': wpe.repeat_interleave(self.config.W, dim=0)}  # each slot where its token was
+        new = super().load_pretrained(state)
+        if 'dont_know.weight' in new:
+            # k = mean(z) + log V - 10, and logsumexp(z) >= mean(z) + log V whatever the scale of z: d < exp(-10)
+            self.dont_know.weight.copy_(self.lm_head.weight.mean(dim=0, keepdim=True))
+            self.dont_know.bias.fill_(math.log(self.config.vocab_size) - 10)
+        return new
 
     def row_lengths(self):
         S = self.config.row_size

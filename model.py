@@ -27,6 +27,9 @@ class GPTConfig:
     rope_base: float = 10000.0  # longest rotary wavelength / 2 pi
     tie_weights: bool = True  # input embedding and output head share one matrix
 
+    from_gpt = {}  # no settings: the defaults that differ when training starts from a plain GPT's checkpoint
+    row_settings = ('block_size',)  # what the length of a row is the product of
+
     def __post_init__(self):
         for name in ('block_size', 'n_layer', 'n_head', 'n_embd'):
             if getattr(self, name) < 1:
@@ -43,8 +46,8 @@ class GPTConfig:
 
     @property
     def row_size(self):
-        """Positions in a full row: block_size, times whatever a method makes of one token."""
-        return self.block_size
+        """Positions in a full row of tokens."""
+        return math.prod(getattr(self, name) for name in self.row_settings)
 
 
 def rotate(x, rope):
@@ -146,6 +149,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    sampling = ('temperature', 'top_k', 'top_p')  # what stream takes beside stop_token
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -320,6 +325,10 @@ class GPT(nn.Module):
         block_params = sum(p.numel() for p in self.blocks[0].parameters())
         total = sum(6 * block_params * S + 12 * self.config.n_embd * S * S for S in in_blocks)
         return (total + 6 * self.lm_head.weight.numel() * in_head) / self.config.block_size
+
+    def activation_bytes(self, rows, bytes_per_number=4):
+        """Roughly what the blocks keep of a number of rows for the backward pass: 16 vectors of width C per position."""
+        return rows * sum(self.row_lengths()[0]) * 16 * self.config.n_embd * bytes_per_number
 
 
 def check_sampling(prompts, temperature, top_k, top_p):

@@ -172,6 +172,21 @@ def choose_compile(name, device):
     return True, 'CUDA with Triton'
 
 
+def check_memory(model, device, dtype):
+    """Raises UserError if not even the activations of a micro-batch can fit, instead of letting the system kill us."""
+    if device.startswith('cuda'):
+        have = torch.cuda.get_device_properties(device).total_memory
+    elif device == 'cpu' and hasattr(os, 'sysconf'):
+        have = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    else:
+        return
+    need = model.activation_bytes(batch_size, 4 if dtype == 'float32' else 2)
+    if need > have:
+        sizes = {'batch_size': batch_size, **{name: getattr(model.config, name) for name in model.config.row_settings}}
+        raise UserError(f'{", ".join(f"{name} = {n}" for name, n in sizes.items())}: a step needs about '
+                        f'{need / 1e9:.0f} GB or more, {device} has {have / 1e9:.0f} GB: lower one of them')
+
+
 def learning_rate_at(step):
     """Linear warm-up, then a cosine down to min_lr at max_iters."""
     if step < warmup_iters:
@@ -231,11 +246,18 @@ def main(argv):
     checkpoint = None
     if resume:
         checkpoint = load_checkpoint(ckpt_path, method)
+        for name, value in model_settings.items():
+            if value != checkpoint['model_config'].get(name, value):
+                raise UserError(f'{name} = {value}: {ckpt_path} has {name} = {checkpoint["model_config"][name]}, '
+                                'and a resumed run keeps its model')
         model_config = config_class(**checkpoint['model_config'])
     else:
         if init_from not in ('scratch', 'auto'):  # the checkpoint to start from gives the core's shape
             checkpoint = load_checkpoint(init_from)
-            shape = {f.name: checkpoint['model_config'][f.name] for f in fields(GPTConfig)}
+            shared = fields(config_class if checkpoint['method'] == method else GPTConfig)
+            shape = {f.name: checkpoint['model_config'][f.name] for f in shared}
+            if checkpoint['method'] == 'gpt':
+                shape.update(config_class.from_gpt)
             shape['vocab_size'] = max(shape['vocab_size'], meta['vocab_size'])
             check_same_tokenizer(checkpoint['meta'], meta)
             model_settings = {**shape, **model_settings}
@@ -255,6 +277,7 @@ def main(argv):
     elif checkpoint:
         new = model.load_pretrained(checkpoint['model'])
         say(f'starting from {init_from}, a {checkpoint["method"]} model; new: {", ".join(new) or "nothing"}')
+    check_memory(model, run_device, run_dtype)
     model.to(run_device)
     optimizer = torch.optim.AdamW(model.param_groups(weight_decay), lr=learning_rate, betas=(beta1, beta2),
                                   fused=device_type in ('cpu', 'cuda', 'mps'))
