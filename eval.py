@@ -198,7 +198,7 @@ def draw(numbers, title, path):
 
 @torch.no_grad()
 def main(argv):
-    settings, _ = config.load(__file__, argv)
+    settings, *_ = config.load(__file__, argv)
     globals().update(settings)
     for name in ('eval_rows', 'slow_rows', 'batch_size'):
         if settings[name] < 1:
