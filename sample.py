@@ -49,7 +49,7 @@ def coloured(tokenizer, tokens, effort, unit, terminal):
 
 
 def main(argv):
-    settings, _, _ = config.load(__file__, argv)
+    settings, _, given = config.load(__file__, argv)
     globals().update(settings)
     for name in ('num_samples', 'max_new_tokens'):
         if settings[name] < 1:
@@ -71,7 +71,7 @@ def main(argv):
     if len(stop_ids) > 1:
         raise UserError(f'stop = {stop!r} is {len(stop_ids)} tokens: give the text of a single token')
     for name in set().union(*(model_class.sampling for _, model_class, _ in METHODS.values())) - set(model.sampling):
-        if settings[name] != config.script_settings(__file__)[name].default:
+        if name in given:
             raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model, which has no such setting')
     sampling = {name: settings[name] for name in model.sampling}
     sampling['stop_token'] = stop_ids[0] if stop_ids else None
