@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from config import UserError
 from model import GPT, GPTConfig, KVCache, causal_mask, check_sampling, sample_token
 
-CHUNK = 2 ** 23  # logits that training holds at once
+CHUNK = 2 ** 22  # logits that the loss holds at once, or a 32nd of all of them if that is more
 
 
 @dataclass
@@ -102,7 +102,7 @@ class HeadLoss(torch.autograd.Function):
         w, total = weight.to(dtype), dont_know.new_zeros(())
         if with_gradient:
             d_y, d_k, d_weight = torch.empty_like(y), torch.empty_like(dont_know), torch.zeros_like(weight)
-        step = max(1, CHUNK // (W * weight.size(0)))
+        step = max(1, CHUNK // (W * weight.size(0)), N // 32)
         with torch.autocast(kind, enabled=False):
             for start in range(0, N, step):
                 chunk = slice(start, start + step)
@@ -121,7 +121,7 @@ class HeadLoss(torch.autograd.Function):
                 z.scatter_add_(1, target, d_target.view(-1, 1))
                 d_z = z.to(dtype)
                 d_y[chunk] = (d_z @ w).view(-1, W, C)
-                d_weight += d_z.T @ y_c
+                d_weight = d_weight.addmm_(d_z.T, y_c) if dtype == d_weight.dtype else d_weight.add_(d_z.T @ y_c)
         if with_gradient:
             ctx.save_for_backward(d_y, d_k, d_weight)
         return total

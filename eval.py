@@ -111,7 +111,7 @@ def slots(model, batches, slow):
     token = torch.cat([idx[targets >= 0] for idx, targets in batches]).cpu()
     count = torch.bincount(token)
     mean = torch.bincount(token, weights=taken) / count
-    common = (count >= min(20, int(count.max()))).nonzero()[:, 0]  # rarer tokens say little
+    common = (count >= min(10, int(count.max()))).nonzero()[:, 0]  # rarer tokens say little
     order = common[mean[common].argsort(descending=True)].tolist()
     shown = order if len(order) <= 16 else order[:8] + order[-8:]
     return {'loss': loss, 'perplexity': math.exp(min(loss, 700)), 'loss at its own pace': own_loss,
