@@ -90,8 +90,8 @@ def train():
 
 
 def cyb():
-    """Catch Your Breath at GPT-2's vocabulary, where the head is nearly all of a small model, against two forms of the
-    same pauses: plain cross-entropy over all the slots of a row, and TBYS, which needs the head in the last slot only."""
+    """Catch Your Breath at GPT-2's vocabulary, where the head is nearly all of a small model, against the same pauses
+    under plain cross-entropy in all slots, and in the last slot alone (TBYS), where the head runs once a token."""
     size = dict(SMALL, vocab_size=50257, rows=2)
     compare_steps([('cross-entropy in all 4 slots', 'gpt', dict(size, block_size=4 * 64)),
                    ('cyb W=4', 'cyb', dict(size, W=4)),

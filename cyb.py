@@ -150,11 +150,12 @@ class SlotRows:
         self.opening, self.keep_unused = opening, keep_unused and not self.hidden  # hidden ones would serve nobody
         self.capacity = model.config.row_size * min(2, len(prompts))
         self.tokens, self.start = [list(p) for p in prompts], [0] * len(prompts)  # start: of the window that is read
-        held = self.W if self.keep_unused else 1
         # slots: (token, slot) of all that a row holds; columns: where the cache has it, as far as it has been fed
-        self.slots = [[(i, j) for i in range(len(p)) for j in range(held if i < len(p) - 1 else opening)] for p in prompts]
-        self.columns = [[] for _ in prompts]
-        for r in range(len(prompts)):
+        self.slots, self.columns = [[] for _ in prompts], [[] for _ in prompts]
+        for r, prompt in enumerate(prompts):
+            for i in range(len(prompt)):
+                held = opening if i == len(prompt) - 1 else self.W if self.keep_unused else 1
+                self.slots[r] += [(i, j) for j in range(held)]
             self.slide(r)
 
     def used(self, r):
@@ -343,13 +344,18 @@ class CYB(GPT):
         rows = SlotRows(self, prompts, opening, not skip_unused_pauses, use_cache)
         self.slots, left = [[] for _ in prompts], [max_new_tokens] * len(prompts)
 
+        def choose(logits):
+            return sample_token(logits, temperature, top_k, top_p).tolist()
+
         def pauses(d):
-            return (d > (torch.rand_like(d) if temperature > 0 else threshold)).tolist() if pace == 'model' else [False] * len(d)
-        for step in self.paced(rows, left, lambda logits: sample_token(logits, temperature, top_k, top_p).tolist(), pauses):
-            for r, (new, used) in ((r, answer) for r, answer in enumerate(step) if answer):
-                self.slots[r].append(used)
-                if new == stop_token:
-                    left[r] = 0
+            bound = torch.rand_like(d) if temperature > 0 else threshold
+            return ((d > bound) & (pace == 'model')).tolist()
+        for step in self.paced(rows, left, choose, pauses):
+            for r, answer in enumerate(step):
+                if answer:
+                    self.slots[r].append(answer[1])
+                    if answer[0] == stop_token:
+                        left[r] = 0
             yield [answer and answer[0] for answer in step]
 
     def effort(self, prompts, new):
@@ -368,7 +374,8 @@ class CYB(GPT):
             raise UserError(f'W = {self.config.W}: the checkpoint to start from has W = {known} slots per token')
         wpe = state.get('wpe.weight')
         if wpe is not None and len(wpe) == self.config.block_size and self.config.see_pauses:
-            state = {**state, 'wpe.weight': wpe.repeat_interleave(self.config.W, dim=0)}  # each slot where its token was
+            # running positions: each slot starts where its token was
+            state = {**state, 'wpe.weight': wpe.repeat_interleave(self.config.W, dim=0)}
         new = super().load_pretrained(state)
         if 'dont_know.weight' in new:
             # k = mean(z) + log V - 10, and logsumexp(z) >= mean(z) + log V whatever the scale of z: d < exp(-10)

@@ -45,7 +45,8 @@ def prefixes(model, batches, slow):
     total, count = 0.0, 0
     for idx, targets in slow:
         for t in range(idx.size(1)):
-            total += F.cross_entropy(model.next_logits(idx[:, :t + 1], None, None), targets[:, t], reduction='sum').item()
+            logits = model.next_logits(idx[:, :t + 1], None, None)
+            total += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
         count += targets.numel()
     one_pass = losses(model, slow, slow)
     return {'slow rows': one_pass['rows'], 'loss in one pass': one_pass['loss'], 'loss by prefixes': total / count,
@@ -87,10 +88,11 @@ def slots(model, batches, slow):
               'accuracy if forced': right[:, i].double().mean().item()} for i in range(W)]
     if gap is None:
         return {'slots': table}
-    # own pace: the world never stops the model early, as in generation
-    own = stop_log_probs(gap, stopping_distribution('last', W)).exp()  # (N,W)
-    loss = cyb_loss(log_t, -gap, torch.zeros_like(gap), model.omega, [1.0] * W).mean().item()  # lse = 0: t is normalised
-    own_loss = cyb_loss(log_t, -gap, torch.zeros_like(gap), stopping_distribution('last', W), [1.0] * W).mean().item()
+    never_early = stopping_distribution('last', W)  # as in generation, where the model stops at its own pace
+    own = stop_log_probs(gap, never_early).exp()  # (N,W)
+    # log_t is normalised, so lse = 0 and k = -gap; gamma is 1
+    loss, own_loss = (cyb_loss(log_t, -gap, torch.zeros_like(gap), omega, [1.0] * W).mean().item()
+                      for omega in (model.omega, never_early))
     taken = (own * torch.arange(1, W + 1)).sum(dim=1)  # expected slots per token
     d, gain = torch.sigmoid(-gap[:, :-1]), log_t.exp().diff(dim=1)  # (N,W-1) each
     r, p = correlation(d.flatten(), gain.flatten())
@@ -188,7 +190,8 @@ def draw(numbers, title, path):
     figure, panels = pyplot.subplots(1, len(tables), figsize=(5 * len(tables), 4), squeeze=False, layout='constrained')
     for panel, (name, table) in zip(panels[0], tables.items()):
         x, y = list(table[0])[:2]
-        panel.plot([str(row[x]) if isinstance(row[x], (str, int)) else row[x] for row in table], [row[y] for row in table], 'o-')
+        across = [row[x] if isinstance(row[x], float) else str(row[x]) for row in table]
+        panel.plot(across, [row[y] for row in table], 'o-')
         panel.set(title=name, xlabel=x, ylabel=y)
     figure.suptitle(title)
     figure.savefig(path)
