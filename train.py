@@ -477,6 +477,9 @@ def main(argv):
     if log:
         log.close()
     if ddp:
+        # without it a process may tear the group down while gloo's thread still frees the tensor of the last
+        # all_reduce, and wait forever for that thread, which waits for Python's lock
+        dist.barrier()
         dist.destroy_process_group()
 
 
