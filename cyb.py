@@ -22,6 +22,7 @@ class CYBConfig(GPTConfig):
     W: int = 2  # slots per token: itself and W-1 pauses
     omega: str | tuple = 'last'  # when the world stops: last (never early) | uniform | first | geometric | W numbers
     gamma0: float = 1.0  # discount per slot, below 1 rewards early answers
+    d_init: float = 0.5  # P(don't know) before training; 1/(V+1), as of any output, leaves slot 2 hardly a gradient
     objective: str = 'cyb'  # cyb | tbys (baseline: cross-entropy in the last slot, no <don't know>)
     see_pauses: bool = True  # False: later tokens do not see a token's pauses and positions count tokens
 
@@ -34,6 +35,8 @@ class CYBConfig(GPTConfig):
             raise UserError(f'W = {self.W}: a token has at least 1 slot')
         if not 0 < self.gamma0 <= 1:
             raise UserError(f'gamma0 = {self.gamma0}: must be in (0, 1]')
+        if not 0 < self.d_init < 1:
+            raise UserError(f'd_init = {self.d_init}: must be between 0 and 1')
         if self.objective not in ('cyb', 'tbys'):
             raise UserError(f'objective = {self.objective!r}: choose cyb or tbys')
         stopping_distribution(self.omega, self.W)
@@ -226,6 +229,8 @@ class CYB(GPT):
         if config.objective == 'cyb':
             self.dont_know = nn.Linear(config.n_embd, 1)
             self._init_weights(self.dont_know)
+            # logsumexp(z) is about log V before training
+            nn.init.constant_(self.dont_know.bias, math.log(config.vocab_size * config.d_init / (1 - config.d_init)))
 
     # --- slots: pause j of a token has the id V + j - 1 ---
 

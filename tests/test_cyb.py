@@ -239,6 +239,12 @@ def test_bfloat16_autocast_keeps_the_loss_in_float32():
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize('d_init', [0.5, 0.9, 1 / 12])
+def test_starts_with_the_probability_of_not_knowing_that_is_set(d_init):
+    model = CYB(CYBConfig(**SIZE, d_init=d_init))
+    assert (every_slot(model, torch.randint(11, (3, 8)))[1] - d_init).abs().max() < 0.2 * d_init
+
+
 # --- generation ---
 
 PROMPTS = [[3], [1, 5, 9, 2], [2, 2]]
@@ -409,6 +415,7 @@ def test_another_number_of_slots_is_refused(run, tmp_path):
     (dict(W=0), 'W = 0'), (dict(gamma0=0.0), 'gamma0 = 0.0'), (dict(gamma0=1.1), 'gamma0 = 1.1'),
     (dict(W=3, omega=(0.5, 0.5)), '2 numbers.*W = 3'), (dict(W=2, omega=(-0.5, 1.5)), 'from 0 to 1'),
     (dict(W=2, omega=(0.5, 0.6)), 'sums to 1.1'), (dict(omega='never'), "'never'.*last, uniform"),
+    (dict(d_init=1.0), 'd_init = 1.0'),
     (dict(objective='ce'), "objective = 'ce'")])
 def test_wrong_settings(settings, message):
     with pytest.raises(UserError, match=message):
