@@ -26,7 +26,7 @@ class CYBConfig(GPTConfig):
     objective: str = 'cyb'  # cyb | tbys (baseline: cross-entropy in the last slot, no <don't know>)
     see_pauses: bool = True  # False: later tokens do not see a token's pauses and positions count tokens
 
-    from_gpt = {'see_pauses': False}  # slot 1 then starts as that GPT
+    from_gpt = {'see_pauses': False, 'd_init': 1e-4}  # slot 1 then starts as that GPT, and answers
     row_settings = ('block_size', 'W')
 
     def __post_init__(self):
@@ -383,9 +383,8 @@ class CYB(GPT):
             state = {**state, 'wpe.weight': wpe.repeat_interleave(self.config.W, dim=0)}
         new = super().load_pretrained(state)
         if 'dont_know.weight' in new:
-            # k = mean(z) + log V - 10, and logsumexp(z) >= mean(z) + log V whatever the scale of z: d < exp(-10)
+            # k = mean(z) + log V + logit(d_init), and logsumexp(z) >= mean(z) + log V at any scale: d <= d_init
             self.dont_know.weight.copy_(self.lm_head.weight.mean(dim=0, keepdim=True))
-            self.dont_know.bias.fill_(math.log(self.config.vocab_size) - 10)
         return new
 
     def row_lengths(self):
