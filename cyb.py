@@ -152,9 +152,8 @@ class SlotRows:
         self.W, self.block_size, self.hidden = model.config.W, model.config.block_size, not model.config.see_pauses
         self.opening, self.keep_unused = opening, keep_unused and not self.hidden  # hidden ones would serve nobody
         self.capacity = model.config.row_size * min(2, len(prompts))
-        self.tokens, self.start = [list(p) for p in prompts], [0] * len(prompts)  # start: of the window that is read
         # slots: (token, slot) of all that a row holds; columns: where the cache has it, as far as it has been fed
-        self.slots, self.columns = [[] for _ in prompts], [[] for _ in prompts]
+        self.tokens, self.slots, self.columns = [list(p) for p in prompts], [[] for _ in prompts], [[] for _ in prompts]
         for r, prompt in enumerate(prompts):
             for i in range(len(prompt)):
                 held = opening if i == len(prompt) - 1 else self.W if self.keep_unused else 1
@@ -183,10 +182,10 @@ class SlotRows:
 
     def slide(self, r):
         """A text that outgrows block_size goes on from its last block_size / 2 tokens, read anew."""
-        n = len(self.tokens[r])
-        if n - self.start[r] > self.block_size:
-            self.start[r], self.cache = n - max(1, self.block_size // 2), None
-            self.slots[r] = [s for s in self.slots[r] if s[0] >= self.start[r]]
+        if len(self.tokens[r]) > self.block_size:
+            start = len(self.tokens[r]) - max(1, self.block_size // 2)
+            self.tokens[r], self.cache = self.tokens[r][start:], None
+            self.slots[r] = [(token - start, slot) for token, slot in self.slots[r] if token >= start]
 
     def end(self, r):
         self.slots[r], self.columns[r] = [], []
@@ -199,18 +198,13 @@ class SlotRows:
             self.pad = torch.zeros(len(self.slots), 0, dtype=torch.bool, device=device)
             self.cache = [KVCache(self.capacity) for _ in self.model.blocks] if self.use_cache else None
             self.columns, n = [[] for _ in self.slots], max(map(len, self.slots))
-        past = self.pad.size(1)
-        ids, index, slot, pad = [], [], [], []  # (B,n) each
-        for tokens, start, slots, columns in zip(self.tokens, self.start, self.slots, self.columns):
-            pending = slots[len(columns):]
-            blank = n - len(pending)
-            ids.append([0] * blank + [V + j - 1 if j else tokens[i] for i, j in pending])
-            index.append([0] * blank + [i - start for i, _ in pending])
-            slot.append([0] * blank + [j for _, j in pending])
-            pad.append([True] * blank + [False] * len(pending))
-            columns += range(past + blank, past + n)
-        ids, index, slot, pad = (torch.tensor(t, device=device) for t in (ids, index, slot, pad))
-        self.pad = torch.cat((self.pad, pad), dim=1)
+        past, fed = self.pad.size(1), []
+        for tokens, slots, columns in zip(self.tokens, self.slots, self.columns):
+            pending = [(V + j - 1 if j else tokens[i], i, j, False) for i, j in slots[len(columns):]]
+            fed.append([(0, 0, 0, True)] * (n - len(pending)) + pending)
+            columns += range(past + n - len(pending), past + n)
+        ids, index, slot, pad = torch.tensor(fed, device=device).unbind(dim=-1)  # (B,n) each
+        self.pad = torch.cat((self.pad, pad.bool()), dim=1)
         mask = causal_mask(n, past + n, self.pad if self.pad.any() else None, device)
         return self.model.encode(ids, self.model.positions(index, slot), mask, cache=self.cache)[:, -1]
 
@@ -320,8 +314,9 @@ class CYB(GPT):
                         rows.pause(r)
                     elif lengths[r]:
                         step[r] = new, rows.used(r)
-                        rows.answer(r, new)
                         lengths[r] -= 1
+                        if lengths[r]:
+                            rows.answer(r, new)
                 yield step
                 for r, left in enumerate(lengths):
                     if not left:

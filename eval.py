@@ -134,14 +134,15 @@ def skipping(model, batches, slow):
         nll, taken = [], []
         for idx, targets in slow:
             B, T = idx.shape
-            rows, every = SlotRows(model, idx[:, :1].tolist(), keep_unused=not skip), torch.arange(B, device=idx.device)
-            padded, row_nll = F.pad(targets, (0, 1)), torch.zeros(B, T + 1, device=idx.device)
+            rows, left = SlotRows(model, idx[:, :1].tolist(), keep_unused=not skip), [T] * B
+            every, padded = torch.arange(B, device=idx.device), F.pad(targets, (0, 1))
+            row_nll = torch.zeros(B, T + 1, device=idx.device)  # the last column is for rows that have ended
 
             def true_token(logits):  # a token's last forward pass, which answers, writes its loss last
-                at = torch.tensor([len(tokens) - 1 for tokens in rows.tokens], device=idx.device)
+                at = T - torch.tensor(left, device=idx.device)
                 row_nll[every, at] = F.cross_entropy(logits, padded[every, at], reduction='none')
                 return padded[every, at].tolist()
-            for step in model.paced(rows, [T] * B, true_token, lambda d: (d > 0.5).tolist()):
+            for step in model.paced(rows, left, true_token, lambda d: (d > 0.5).tolist()):
                 taken += [answer[1] for answer in step if answer]
             nll.append(row_nll[:, :T].double())
         name = 'without unused pauses' if skip else 'where d > 1/2'

@@ -327,7 +327,7 @@ class GPT(nn.Module):
         return (total + 6 * self.lm_head.weight.numel() * in_head) / self.config.block_size
 
     def activation_bytes(self, rows, bytes_per_number=4):
-        """Roughly what the blocks keep of a number of rows for the backward pass: 16 vectors of width C per position."""
+        """Roughly what the blocks keep of a number of rows for the backward pass: 16 vectors (C) per position."""
         return rows * sum(self.row_lengths()[0]) * 16 * self.config.n_embd * bytes_per_number
 
 

@@ -72,7 +72,7 @@ def main(argv):
         raise UserError(f'stop = {stop!r} is {len(stop_ids)} tokens: give the text of a single token')
     for name in set().union(*(model_class.sampling for _, model_class, _ in METHODS.values())) - set(model.sampling):
         if name in given:
-            raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model, which has no such setting')
+            raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model and has no such setting')
     sampling = {name: settings[name] for name in model.sampling}
     sampling['stop_token'] = stop_ids[0] if stop_ids else None
     prompts, new = [ids] * num_samples, [[] for _ in range(num_samples)]
