@@ -5,7 +5,6 @@ The settings below are overridden by a config file and then by --key=value; --he
 import json
 import math
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -73,6 +72,10 @@ PEAK_FLOPS = {'A100': 312e12, 'H100': 989e12, 'H200': 989e12, 'B200': 2250e12, '
 
 # --- checkpoints: all that sampling and resuming need, plain containers and tensors only ---
 
+def first_line(error):
+    return (str(error).strip() or 'no detail').splitlines()[0]
+
+
 def save_checkpoint(path, checkpoint):
     """Write to a temporary file and rename it, so that `path` is whole at every moment."""
     try:
@@ -95,22 +98,22 @@ def load_checkpoint(path, expected_method=None):
         if broken:
             raise zipfile.BadZipFile(f'checksum of {broken}')
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-    except (zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError,
-            TypeError, AssertionError, UnicodeDecodeError, OverflowError, MemoryError) as e:
+    except Exception as e:  # a garbled pickle raises nearly anything
         raise UserError(f'{path} is no checkpoint, is damaged, or holds more than tensors and plain values '
-                        f'({type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else "no detail"})') from e
+                        f'({type(e).__name__}: {first_line(e)})') from e
     if not isinstance(checkpoint, dict) or 'version' not in checkpoint:
         raise UserError(f'{path} is not a checkpoint of this project')
     if checkpoint['version'] != CHECKPOINT_VERSION:
         raise UserError(f'{path} has layout {checkpoint["version"]!r}, this code reads layout {CHECKPOINT_VERSION}')
-    missing = {'method', 'model_config', 'model', 'meta', 'step', 'settings'} - checkpoint.keys()
-    if missing or checkpoint['method'] not in METHODS:
-        raise UserError(f'{path}: ' + (f'lacks {", ".join(sorted(missing))}' if missing else
-                                       f'method {checkpoint["method"]!r} is unknown'))
+    for name, kind in dict(method=str, model_config=dict, model=dict, meta=dict, step=int, settings=dict).items():
+        if not isinstance(checkpoint.get(name), kind):
+            raise UserError(f'{path} lacks {name}: it is no checkpoint of this project or is damaged')
+    if checkpoint['method'] not in METHODS:
+        raise UserError(f'{path}: method {checkpoint["method"]!r} is unknown; there are {", ".join(METHODS)}')
     if expected_method and checkpoint['method'] != expected_method:
         raise UserError(f'{path} is a {checkpoint["method"]} model, not {expected_method}')
     # names as a compiled or wrapped model has them
-    checkpoint['model'] = {name.replace('_orig_mod.', '').removeprefix('module.'): tensor
+    checkpoint['model'] = {str(name).replace('_orig_mod.', '').removeprefix('module.'): tensor
                            for name, tensor in checkpoint['model'].items()}
     return checkpoint
 
@@ -121,8 +124,8 @@ def build_model(checkpoint, path='checkpoint'):
     try:
         model = model_class(config_class(**checkpoint['model_config']))
         model.load_state_dict(checkpoint['model'])
-    except (TypeError, RuntimeError, AttributeError) as e:
-        raise UserError(f'{path}: weights and configuration do not fit together ({str(e).splitlines()[0]})') from e
+    except Exception as e:
+        raise UserError(f'{path}: weights and configuration do not fit together ({first_line(e)})') from e
     return model
 
 
@@ -177,7 +180,7 @@ def choose_dtype(name, device):
     bf16 = device.startswith('cuda') and torch.cuda.is_bf16_supported(including_emulation=False)
     if name == 'bfloat16' and device.startswith('cuda') and not bf16:
         raise UserError('dtype = bfloat16: this GPU has none; use float16 or float32')
-    if name != 'float32' and device == 'mps':
+    if name not in ('auto', 'float32') and device == 'mps':
         raise UserError(f'dtype = {name!r}: mps is trained in float32 here')
     if name != 'auto':
         return name, 'as set'

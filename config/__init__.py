@@ -183,6 +183,11 @@ def run(main):
     except UserError as e:
         print(f'error: {e}', file=sys.stderr)
         sys.exit(1)
+    except RuntimeError as e:
+        if 'RANK' not in os.environ or not ('gloo' in str(e) or type(e).__name__.startswith('Dist')):
+            raise
+        print('error: the connection to another process of this run broke; that process says why', file=sys.stderr, flush=True)
+        os._exit(1)  # an ordinary exit would wait for the others, who are gone
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)
         sys.exit(130)

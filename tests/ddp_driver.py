@@ -1,0 +1,14 @@
+"""Run train.main once for each list of arguments in the JSON file argv[1]; started by torchrun in test_ddp.py."""
+import json
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import train  # noqa: E402
+
+if __name__ == '__main__':
+    os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'False'  # a process group per run wants a store of its own
+    with open(sys.argv[1], encoding='utf-8') as f:
+        for arguments, port in json.load(f):
+            os.environ['MASTER_PORT'] = str(port)
+            train.main(arguments)

@@ -1,0 +1,301 @@
+"""Interruption at any moment, damaged and hostile files: nothing is lost, nothing wrong is loaded in silence.
+
+The slow ones run in a short form with a fixed seed; LONG_TESTS=1 runs the long form.
+"""
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+import torch
+
+import data
+import train
+from config import UserError
+from model import GPTConfig
+from test_train import METHOD_SETTINGS, ROOT, read_log
+
+LONG = bool(os.environ.get('LONG_TESTS'))
+
+
+@pytest.fixture
+def command(tmp_path, dataset):
+    """command(**settings): the command line of a tiny run whose checkpoints are large enough to be hit while written."""
+    def command(**settings):
+        tiny = dict(dataset=dataset, device='cpu', n_layer=2, n_head=2, n_embd=128, block_size=16, batch_size=2, max_iters=100_000,
+                    eval_interval=2, eval_rows=2, log_interval=1, threads=1, out_dir=str(tmp_path / 'run'), init_from='auto')
+        return [sys.executable, 'train.py', *(f'--{k}={v}' for k, v in {**tiny, **settings}.items())]
+    return command
+
+
+def start(command):
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'})
+
+
+def wait_for(path, seconds=60):
+    end = time.monotonic() + seconds
+    while not os.path.exists(path):
+        assert time.monotonic() < end, f'{path} did not appear'
+        time.sleep(0.01)
+
+
+def test_kill_at_any_moment_leaves_a_loadable_checkpoint(command, tmp_path):
+    """The run saves at every other step, so most kills hit a save or stand right beside one."""
+    dice, path, reached = random.Random(1), str(tmp_path / 'run' / 'ckpt.pt'), -1
+    for _ in range(200 if LONG else 4):
+        run = start(command())
+        wait_for(path)
+        before = os.stat(path).st_mtime_ns
+        while os.stat(path).st_mtime_ns == before and run.poll() is None:  # it has begun to train and to save
+            time.sleep(0.005)
+        time.sleep(dice.random() * 0.5)
+        run.kill()
+        output = run.communicate()[0]
+        checkpoint = train.load_checkpoint(path)
+        train.build_model(checkpoint)
+        assert checkpoint['step'] >= reached, output  # nothing that was saved is lost
+        reached = checkpoint['step']
+    assert reached > 2
+    # the log goes on over all these kills without a hole and without an entry twice
+    finished = start(command(max_iters=reached + 5))
+    assert finished.wait(60) == 0, finished.communicate()[0]
+    entries = [(e['iter'], 'val_loss' in e) for e in read_log(tmp_path / 'run')]
+    assert entries == sorted(set(entries)) and {i for i, val in entries if not val} == set(range(1, reached + 6))
+    assert {i for i, val in entries if val} == {*range(0, reached + 6, 2), reached + 5}
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_saves(command, tmp_path, number):
+    run = start(command(eval_interval=10 ** 6))
+    wait_for(tmp_path / 'run' / 'best.pt')
+    time.sleep(0.3)
+    run.send_signal(number)
+    output = run.communicate(timeout=60)[0]
+    assert run.returncode == 0 and '--init_from=resume' in output
+    step = int(re.search(r'after step (\d+)', output)[1])
+    assert train.load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))['step'] == step > 0
+
+
+def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):
+    draw = data.TextBatches.train_batch
+
+    def twice(self, step, rows):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return draw(self, step, rows)
+    monkeypatch.setattr(data.TextBatches, 'train_batch', twice)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+
+
+def test_a_full_disk_keeps_the_old_file(run, tmp_path, monkeypatch):
+    run(max_iters=2)
+    path = tmp_path / 'run' / 'ckpt.pt'
+    before = path.read_bytes()
+
+    def no_space(*_):
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(os, 'fsync', no_space)
+    with pytest.raises(UserError, match='cannot write .*No space left'):
+        train.save_checkpoint(str(path), {'new': 1})
+    assert path.read_bytes() == before
+    with pytest.raises(UserError, match='cannot write'):  # a folder that is not there stands for one that is read-only
+        train.save_checkpoint(str(tmp_path / 'nowhere' / 'ckpt.pt'), {})
+
+
+@pytest.mark.parametrize('settings', METHOD_SETTINGS, ids=lambda s: s['method'])
+def test_what_may_change_on_resume_and_what_may_not(run, capsys, settings):
+    run(**settings, max_iters=4)
+    again = dict(settings, init_from='resume')
+    capsys.readouterr()
+    assert run(**again, max_iters=6, eval_interval=3, batch_size=2, grad_accum=2)['step'] == 6
+    said = capsys.readouterr().out
+    for part in ('max_iters = 6 (was 4)', 'eval_interval = 3 (was 2)', 'batch_size = 2 (was 4)', 'grad_accum = 2 (was 1)'):
+        assert part in said
+    for name, value in dict(seed=5, learning_rate=0.1, n_layer=4, warmup_iters=9, batch_size=8, eval_rows=4, beta2=0.9).items():
+        with pytest.raises(UserError, match=f'{name} = {value}: the run to resume has'):
+            run(**again, **{'max_iters': 6, 'batch_size': 4, 'grad_accum': 1, name: value})
+
+
+def test_resume_needs_only_the_folder(run, tmp_path):
+    run(method='thoughtbubbles', seed=9, max_iters=4)
+    train.main(['--init_from=resume', f'--out_dir={tmp_path / "run"}', '--max_iters=5'])
+    checkpoint = train.load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))
+    assert checkpoint['step'] == 5 and checkpoint['settings']['seed'] == 9 and checkpoint['method'] == 'thoughtbubbles'
+
+
+def test_resuming_on_other_data_is_refused(run, dataset, capsys):
+    run()
+    data.write_text_dataset(dataset, 'another text ' * 300, {'kind': 'char', 'chars': sorted(set('another text '))}, 'another')
+    with pytest.raises(UserError, match='prepared anew'):
+        run(init_from='resume')
+
+
+def test_the_best_loss_never_gets_worse(run, tmp_path):
+    run(learning_rate=0.5, max_iters=3, eval_interval=1)
+    run(learning_rate=0.5, init_from='resume', max_iters=12, eval_interval=1)  # far too fast: it gets worse
+    losses = {e['iter']: e['val_loss'] for e in read_log(tmp_path / 'run') if 'val_loss' in e}
+    best, last = (train.load_checkpoint(str(tmp_path / 'run' / name)) for name in ('best.pt', 'ckpt.pt'))
+    assert best['best_val_loss'] == last['best_val_loss'] == losses[best['step']] == min(losses.values()) < losses[12]
+    assert last['step'] == 12
+
+
+def test_half_precision_overflow_is_no_divergence(run, tmp_path, monkeypatch):
+    """float16 on the CPU goes through the same scaler: it skips the step, lowers the scale and the run goes on."""
+    backward, calls = torch.Tensor.backward, []
+
+    def overflow_once(self, *args, **kwargs):
+        calls.append(1)
+        return backward(self * math.inf if len(calls) == 2 else self, *args, **kwargs)
+    monkeypatch.setattr(torch.Tensor, 'backward', overflow_once)
+    checkpoint = run(dtype='float16', max_iters=4)
+    assert checkpoint['step'] == 4 and checkpoint['scaler']['scale'] == 2.0 ** 15  # halved once from 2^16
+    assert all(weight.isfinite().all() for weight in checkpoint['model'].values())
+    assert max(int(s['step']) for s in checkpoint['optimizer']['state'].values()) == 3  # one step was skipped
+
+
+# --- damaged files ---
+
+def test_names_of_a_compiled_or_wrapped_model_are_understood(run, tmp_path):
+    whole = run()
+    for prefix in ('_orig_mod.', 'module.', 'module._orig_mod.'):
+        renamed = {**whole, 'model': {prefix + name: weight for name, weight in whole['model'].items()}}
+        torch.save(renamed, tmp_path / 'wrapped.pt')
+        model = train.build_model(train.load_checkpoint(str(tmp_path / 'wrapped.pt')))
+        assert torch.equal(model.wte.weight, whole['model']['wte.weight'])
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else a == b
+
+
+def damaged(content, dice):
+    """A truncation, flipped bytes, a stretch of zeros, or a missing stretch."""
+    content, kind = bytearray(content), dice.randrange(4)
+    at = dice.randrange(len(content))
+    if kind == 0:
+        return bytes(content[:at])
+    if kind == 1:
+        for _ in range(dice.randint(1, 4)):
+            content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+    elif kind == 2:
+        content[at:at + 64] = bytes(len(content[at:at + 64]))
+    else:
+        del content[at:at + dice.randint(1, 64)]
+    return bytes(content)
+
+
+def test_fuzzed_checkpoints_load_whole_or_say_one_line(run, tmp_path):
+    whole = run(max_iters=1)
+    content, dice = (tmp_path / 'run' / 'ckpt.pt').read_bytes(), random.Random(1)
+    refused = 0
+    for _ in range(3000 if LONG else 150):
+        path = tmp_path / 'bad.pt'
+        path.write_bytes(damaged(content, dice))
+        try:
+            checkpoint = train.load_checkpoint(str(path))
+            train.build_model(checkpoint)
+        except UserError as e:
+            assert '\n' not in str(e) and 'bad.pt' in str(e)
+            refused += 1
+        else:
+            assert same(checkpoint, whole)
+    assert refused > 100
+
+
+def test_fuzzed_pickles_with_right_checksums_never_raise_anything_else(run, tmp_path):
+    """As if the damage had come before the checksum: the pickle itself is garbled."""
+    run(max_iters=1)
+    dice = random.Random(2)
+    with zipfile.ZipFile(tmp_path / 'run' / 'ckpt.pt') as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    key = next(name for name in members if name.endswith('data.pkl'))
+    for _ in range(3000 if LONG else 150):
+        with zipfile.ZipFile(tmp_path / 'bad.pt', 'w') as archive:
+            for name, content in members.items():
+                archive.writestr(name, damaged(content, dice) if name == key else content)
+        try:
+            train.build_model(train.load_checkpoint(str(tmp_path / 'bad.pt')))
+        except UserError as e:
+            assert '\n' not in str(e)
+
+
+def test_fuzzed_data_is_read_whole_or_named(dataset):
+    dice, config = random.Random(3), GPTConfig(block_size=16)
+    rows = data.TextBatches(dataset, data.read_meta(dataset), config, 1, 8).train_batch(0, [0, 1])
+    for name in ('train.bin', 'val.bin', 'meta.json'):
+        path = os.path.join(dataset, name)
+        with open(path, 'rb') as f:
+            content = f.read()
+        for _ in range(1000 if LONG else 60):
+            with open(path, 'wb') as f:
+                f.write(damaged(content, dice))
+            try:
+                batches = data.TextBatches(dataset, data.read_meta(dataset), config, 1, 8)
+            except UserError as e:
+                assert '\n' not in str(e) and dataset in str(e)
+            else:
+                assert all(torch.equal(a, b) for a, b in zip(batches.train_batch(0, [0, 1]), rows))
+                assert batches.tokenizer.chars == json.loads(content)['tokenizer']['chars'] if name == 'meta.json' else True
+        with open(path, 'wb') as f:
+            f.write(content)
+
+
+# --- devices ---
+
+def test_devices_are_chosen_or_refused_with_the_reason(monkeypatch):
+    assert train.choose_device('cpu') == ('cpu', 'as set')
+    assert train.choose_dtype('auto', 'cpu')[0] == 'float32'
+    with monkeypatch.context() as m:
+        m.setattr(torch.cuda, 'is_available', lambda: False)
+        m.setattr(torch.backends.mps, 'is_available', lambda: True)
+        assert train.choose_device('auto') == ('mps', 'MPS is available')
+        assert train.choose_dtype('auto', 'mps')[0] == 'float32'
+        with pytest.raises(UserError, match='mps is trained in float32'):
+            train.choose_dtype('bfloat16', 'mps')
+    with monkeypatch.context() as m:
+        m.setattr(torch.cuda, 'is_available', lambda: True)
+        m.setattr(torch.cuda, 'device_count', lambda: 2)
+        assert train.choose_device('auto')[0] == 'cuda' and train.choose_device('cuda:1')[0] == 'cuda:1'
+        with pytest.raises(UserError, match='2 CUDA devices'):
+            train.choose_device('cuda:2')
+        for has, dtype in [(True, 'bfloat16'), (False, 'float16')]:
+            m.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation, has=has: has)
+            assert train.choose_dtype('auto', 'cuda')[0] == dtype
+        with pytest.raises(UserError, match='this GPU has none'):
+            train.choose_dtype('bfloat16', 'cuda')
+    with monkeypatch.context() as m:
+        m.setattr(train.shutil, 'which', lambda _: None)
+        assert train.choose_compile('auto', 'cuda') == (False, 'no C++ compiler is installed')
+        with pytest.raises(UserError, match='needs a C.. compiler'):
+            train.choose_compile('on', 'cpu')
+
+
+def test_a_terminal_without_unicode(tmp_path):
+    """Non-ASCII text under LC_ALL=C: a '?' on the screen, not a crash."""
+    folder = tmp_path / 'text'
+    folder.mkdir()
+    environment = {**os.environ, 'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0', 'PYTHONIOENCODING': ''}
+    (tmp_path / 'prepare.py').write_text(f'import sys\nsys.path.insert(0, {ROOT!r})\nimport data\n'
+                                         'text = "\u00e9\u03b1\u6f22\\n" * 100\n'
+                                         f'data.write_text_dataset({str(folder)!r}, text, {{"kind": "char", "chars": sorted(set(text))}}, "x")\n',
+                                         encoding='utf-8')
+    assert subprocess.run([sys.executable, str(tmp_path / 'prepare.py')], env=environment).returncode == 0
+    done = subprocess.run([sys.executable, 'train.py', f'--dataset={folder}', f'--out_dir={tmp_path / "run"}', '--max_iters=1',
+                           '--n_layer=1', '--n_embd=8', '--n_head=2', '--block_size=8', '--threads=1'],
+                          cwd=ROOT, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b'?' in done.stdout
