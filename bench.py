@@ -20,13 +20,13 @@ device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 SMALL = dict(vocab_size=65, block_size=64, n_layer=4, n_head=4, n_embd=128)  # config/gpt_small.py
 
 
-def build(method, **settings):
-    """A model with random weights and its training step, a function without arguments."""
+def build(method, rows=None, **settings):
+    """A model with random weights and its training step on batch_size or `rows` rows, a function without arguments."""
     config_class, model_class, _ = METHODS[method]
     torch.manual_seed(0)
     model = model_class(config_class(**settings)).to(device)
     optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
-    ids = torch.randint(settings['vocab_size'], (batch_size, settings['block_size'] + 1), device=device)
+    ids = torch.randint(settings['vocab_size'], (rows or batch_size, settings['block_size'] + 1), device=device)
 
     def step():
         model(ids[:, :-1], ids[:, 1:])[1].backward()
@@ -73,7 +73,7 @@ def compare_steps(cases):
     base = None
     print(f'{"training step":32s} {"ms":>8s} {"MB":>8s} {"time x":>8s} {"memory x":>9s} {"FLOPs x":>8s} {"time/FLOPs":>11s} {"mem/FLOPs":>10s}')
     for name, model, step in built:
-        now = statistics.median(times[name]), peak_memory(step), model.flops_per_token()
+        now = statistics.median(times[name]), peak_memory(step), model.flops_per_token() * model.config.block_size
         base = base or now
         time_x, memory_x, flops_x = (a / b for a, b in zip(now, base))
         print(f'{name:32s} {now[0] * 1e3:8.1f} {now[1] / 1e6:8.1f} {time_x:8.2f} {memory_x:9.2f} {flops_x:8.2f} '
@@ -89,6 +89,15 @@ def train():
                       dict(SMALL, kappa=kappa, merge=merge)) for kappa in (2, 4) for merge in ('probs', 'residual'))])
 
 
+def cyb():
+    """Catch Your Breath at GPT-2's vocabulary, where the head is nearly all of a small model, against the same pauses
+    under plain cross-entropy in all slots, and in the last slot alone (TBYS), where the head runs once a token."""
+    size = dict(SMALL, vocab_size=50257, rows=2)
+    compare_steps([('cross-entropy in all 4 slots', 'gpt', dict(size, block_size=4 * 64)),
+                   ('cyb W=4', 'cyb', dict(size, W=4)),
+                   ('tbys W=4', 'cyb', dict(size, W=4, objective='tbys'))])
+
+
 def generate():
     """256 tokens after a prompt of 16, with the KV cache and without."""
     model, _ = build('gpt', **dict(SMALL, block_size=512))
@@ -99,7 +108,7 @@ def generate():
           f'{times[False] / times[True]:.1f} times faster')
 
 
-PARTS = {'train': train, 'generate': generate}
+PARTS = {'train': train, 'cyb': cyb, 'generate': generate}
 
 
 def main(argv):

@@ -27,6 +27,9 @@ class GPTConfig:
     rope_base: float = 10000.0  # longest rotary wavelength / 2 pi
     tie_weights: bool = True  # input embedding and output head share one matrix
 
+    from_gpt = {}  # no settings: the defaults that differ when training starts from a plain GPT's checkpoint
+    row_settings = ('block_size',)  # what the length of a row is the product of
+
     def __post_init__(self):
         for name in ('block_size', 'n_layer', 'n_head', 'n_embd'):
             if getattr(self, name) < 1:
@@ -40,6 +43,11 @@ class GPTConfig:
             raise UserError(f'dropout = {self.dropout}: must be in [0, 1)')
         if self.rope_base <= 1:
             raise UserError(f'rope_base = {self.rope_base}: must be above 1')
+
+    @property
+    def row_size(self):
+        """Positions in a full row of tokens."""
+        return math.prod(getattr(self, name) for name in self.row_settings)
 
 
 def rotate(x, rope):
@@ -141,13 +149,15 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    sampling = ('temperature', 'top_k', 'top_p')  # what stream takes beside stop_token
+
     def __init__(self, config):
         super().__init__()
         self.config = config
         if config.vocab_size < 1:
             raise UserError(f'vocab_size = {config.vocab_size}: a model needs at least 1 token')
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.learned_positions else None
+        self.wpe = nn.Embedding(config.row_size, config.n_embd) if config.learned_positions else None
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
@@ -178,9 +188,13 @@ class GPT(nn.Module):
         angles = positions.to(dtype)[:, None, :, None] * self.config.rope_base ** -exponent
         return angles.cos(), angles.sin()
 
+    def input_vectors(self, idx):
+        """Ids (B,S) -> their embeddings (B,S,C)."""
+        return self.wte(idx)
+
     def embed(self, idx, positions):
         """Token ids (B,S) at positions (B or 1, S) -> x (B,S,C)."""
-        x = self.wte(idx)
+        x = self.input_vectors(idx)
         if self.wpe is not None:
             x = x + self.wpe(positions.long())
         return self.drop(x)
@@ -223,7 +237,7 @@ class GPT(nn.Module):
 
     def new_cache(self):
         """Empty KV caches, one per layer. A method that must reread the whole text returns None."""
-        return [KVCache(self.config.block_size) for _ in self.blocks]
+        return [KVCache(self.config.row_size) for _ in self.blocks]
 
     def next_logits(self, idx, pad, cache):
         """Logits (B,V) of the token after the last one of idx (B,T); arguments as in encode."""
@@ -311,6 +325,10 @@ class GPT(nn.Module):
         block_params = sum(p.numel() for p in self.blocks[0].parameters())
         total = sum(6 * block_params * S + 12 * self.config.n_embd * S * S for S in in_blocks)
         return (total + 6 * self.lm_head.weight.numel() * in_head) / self.config.block_size
+
+    def activation_bytes(self, rows, bytes_per_number=4):
+        """Roughly what the blocks keep of a number of rows for the backward pass: 16 vectors (C) per position."""
+        return rows * sum(self.row_lengths()[0]) * 16 * self.config.n_embd * bytes_per_number
 
 
 def check_sampling(prompts, temperature, top_k, top_p):

@@ -9,7 +9,7 @@ import torch
 import config
 from config import UserError
 from data import Tokenizer
-from train import build_model, choose_device, load_checkpoint
+from train import METHODS, build_model, choose_device, load_checkpoint
 
 out_dir = 'out/tb_small'  # the run whose checkpoint is read
 checkpoint = ''  # a checkpoint's path instead, such as out/tb_small/best.pt
@@ -22,6 +22,9 @@ top_k = 0  # draw from the k likeliest tokens only, 0 = all
 top_p = 1.0  # draw from the likeliest tokens that together have this probability
 stop = ''  # end a continuation at this token's text
 seed = 1337  # of the draws
+pace = 'model'  # Catch Your Breath: a token pauses as the model wants (model), never (first) or always (all)
+threshold = 0.5  # Catch Your Breath at temperature 0: pause where P(don't know) is above
+skip_unused_pauses = False  # Catch Your Breath: leave pauses that no token took out of the context
 show = False  # colour tokens by the streams or slots that the model spent on them
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 
@@ -46,7 +49,7 @@ def coloured(tokenizer, tokens, effort, unit, terminal):
 
 
 def main(argv):
-    settings, _, _ = config.load(__file__, argv)
+    settings, _, given = config.load(__file__, argv)
     globals().update(settings)
     for name in ('num_samples', 'max_new_tokens'):
         if settings[name] < 1:
@@ -67,7 +70,11 @@ def main(argv):
     stop_ids = tokenizer.encode(stop)
     if len(stop_ids) > 1:
         raise UserError(f'stop = {stop!r} is {len(stop_ids)} tokens: give the text of a single token')
-    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, stop_token=stop_ids[0] if stop_ids else None)
+    for name in set().union(*(model_class.sampling for _, model_class, _ in METHODS.values())) - set(model.sampling):
+        if name in given:
+            raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model and has no such setting')
+    sampling = {name: settings[name] for name in model.sampling}
+    sampling['stop_token'] = stop_ids[0] if stop_ids else None
     prompts, new = [ids] * num_samples, [[] for _ in range(num_samples)]
     live = num_samples == 1 and not show  # a single text is written out while it is made
     if live:

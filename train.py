@@ -20,11 +20,12 @@ from tqdm import tqdm
 import config
 import data
 from config import UserError
+from cyb import CYB, CYBConfig
 from model import GPT, GPTConfig
 from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 
 # what and where
-method = 'gpt'  # a method of the registry below: gpt or thoughtbubbles
+method = 'gpt'  # a method of the registry below: gpt, thoughtbubbles or cyb
 dataset = 'shakespeare_char'  # a folder under data/, or a path with a slash
 out_dir = 'out/run'  # checkpoints and log.jsonl
 init_from = 'scratch'  # scratch | resume | auto (resume if there is something to resume) | a checkpoint's path to start from
@@ -59,6 +60,7 @@ shard_optimizer = False  # share AdamW's state out over the processes (ZeRO stag
 METHODS = {
     'gpt': (GPTConfig, GPT, data.TextBatches),
     'thoughtbubbles': (ThoughtbubblesConfig, Thoughtbubbles, data.TextBatches),
+    'cyb': (CYBConfig, CYB, data.TextBatches),
 }
 CHECKPOINT_VERSION = 1
 # what may change when a run is resumed; anything else would make it another run
@@ -207,6 +209,21 @@ def choose_compile(name, device):
     return True, 'CUDA with Triton'
 
 
+def check_memory(model, device, dtype):
+    """Raises UserError if not even the activations of a micro-batch can fit, instead of letting the system kill us."""
+    if device.startswith('cuda'):
+        have = torch.cuda.get_device_properties(device).total_memory
+    elif device == 'cpu' and hasattr(os, 'sysconf'):
+        have = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    else:
+        return
+    need = model.activation_bytes(batch_size, 4 if dtype == 'float32' else 2)
+    if need > have:
+        sizes = {'batch_size': batch_size, **{name: getattr(model.config, name) for name in model.config.row_settings}}
+        raise UserError(f'{", ".join(f"{name} = {n}" for name, n in sizes.items())}: a step needs about '
+                        f'{need / 1e9:.0f} GB or more, {device} has {have / 1e9:.0f} GB: lower one of them')
+
+
 def learning_rate_at(step):
     """Linear warm-up, then a cosine down to min_lr at max_iters."""
     if step < warmup_iters:
@@ -275,7 +292,10 @@ def main(argv):
     else:
         if init_from not in ('scratch', 'auto'):  # the checkpoint to start from gives the core's shape
             checkpoint = load_checkpoint(init_from)
-            shape = {f.name: checkpoint['model_config'][f.name] for f in fields(GPTConfig)}
+            shared = fields(config_class if checkpoint['method'] == method else GPTConfig)
+            shape = {f.name: checkpoint['model_config'][f.name] for f in shared}
+            if checkpoint['method'] == 'gpt':
+                shape.update(config_class.from_gpt)
             shape['vocab_size'] = max(shape['vocab_size'], meta['vocab_size'])
             check_same_tokenizer(checkpoint['meta'], meta)
             model_settings = {**shape, **model_settings}
@@ -295,6 +315,7 @@ def main(argv):
     elif checkpoint:
         new = model.load_pretrained(checkpoint['model'])
         say(f'starting from {init_from}, a {checkpoint["method"]} model; new: {", ".join(new) or "nothing"}')
+    check_memory(model, run_device, run_dtype)
     model.to(run_device)
     adamw = dict(lr=learning_rate, betas=(beta1, beta2), fused=True)
     if ddp and shard_optimizer:
@@ -459,6 +480,9 @@ def main(argv):
     if log:
         log.close()
     if ddp:
+        # without it a process may tear the group down while gloo's thread still frees the tensor of the last
+        # all_reduce, and wait forever for that thread, which waits for Python's lock
+        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -1,0 +1,7 @@
+# Baseline TBYS: the pauses of cyb_small, but the answer always comes in the last slot.
+from config.gpt_small import *  # noqa: F403
+
+out_dir = 'out/tbys_small'
+method = 'cyb'
+objective = 'tbys'
+W = 2

@@ -1,0 +1,248 @@
+"""The numbers of a checkpoint: python eval.py --out_dir=out/cyb_small
+
+Prints one table, and writes it to one JSON file and, where matplotlib is installed, one picture beside it.
+"""
+import json
+import math
+import os
+
+import torch
+import torch.nn.functional as F
+
+import config
+import data
+from config import UserError
+from cyb import CYB, CHUNK, SlotRows, cyb_loss, stop_log_probs, stopping_distribution
+from model import GPT
+from thoughtbubbles import Thoughtbubbles
+from train import METHODS, build_model, choose_device, load_checkpoint
+
+out_dir = 'out/run'  # the run whose checkpoint is read
+checkpoint = ''  # a checkpoint's path instead, such as out/run/best.pt
+dataset = ''  # the data set whose validation rows are read, empty: the one that the model was trained on
+output = ''  # where to write, without ending; empty: eval.json and eval.png in the checkpoint's folder
+eval_rows = 512  # validation rows
+slow_rows = 32  # of these, how many are read token by token where a measure needs that
+batch_size = 32  # rows at once
+seed = 1337  # of whatever is drawn
+device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
+threads = 0  # CPU threads, 0 = PyTorch's choice
+
+
+# --- measures: (model, batches, slow) -> {name: a number, or a table, that is a list of dicts with the same keys} ---
+# batches: what the method's source gives for the validation rows; slow: the same for the first slow_rows of them
+
+def losses(model, batches, slow):
+    """The loss the model is trained on, and its perplexity."""
+    rows = sum(len(batch[0]) for batch in batches)
+    loss = sum(model(*batch)[1].item() * len(batch[0]) for batch in batches) / rows
+    return {'rows': rows, 'loss': loss, 'perplexity': math.exp(min(loss, 700))}
+
+
+def prefixes(model, batches, slow):
+    """Which copies survive may depend on later tokens. What that is worth: the loss when every token is predicted
+    from a row that ends before it, as in generation, against one pass over the whole row."""
+    total, count = 0.0, 0
+    for idx, targets in slow:
+        for t in range(idx.size(1)):
+            logits = model.next_logits(idx[:, :t + 1], None, None)
+            total += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
+        count += targets.numel()
+    one_pass = losses(model, slow, slow)
+    return {'slow rows': one_pass['rows'], 'loss in one pass': one_pass['loss'], 'loss by prefixes': total / count,
+            'perplexity in one pass': one_pass['perplexity'], 'perplexity by prefixes': math.exp(total / count)}
+
+
+def slot_numbers(model, idx, targets):
+    """Of the N tokens with a target: log t, logsumexp(z) - k and whether the target is the likeliest token, all (N,W);
+    the second is None for TBYS. The logits exist for a chunk of tokens at a time."""
+    W, counted = model.config.W, targets >= 0
+    y, target = model.ln_f(model.encode_slots(idx))[counted], targets[counted][:, None, None].expand(-1, W, 1)
+    n, parts = max(1, CHUNK // (W * model.config.vocab_size)), []
+    for y, target in zip(y.split(n), target.split(n)):  # (n,W,C), (n,W,1)
+        z = model.lm_head(y).float()
+        lse = z.logsumexp(dim=-1)
+        gap = lse - model.dont_know_logit(y) if model.config.objective == 'cyb' else lse.new_zeros(0)
+        parts.append((z.gather(-1, target)[..., 0] - lse, gap, z.argmax(dim=-1) == target[..., 0]))
+    log_t, gap, right = map(torch.cat, zip(*parts))
+    return log_t.cpu().double(), gap.cpu().double() if len(gap) else None, right.cpu()
+
+
+def correlation(x, y):
+    """Pearson's r of two vectors and its two-sided p-value, from the normal limit of the t statistic (n is large);
+    None, None where one of them is constant. Tokens of a row are not independent, so p is somewhat too small."""
+    x, y = x - x.mean(), y - y.mean()
+    scale = (x.norm() * y.norm()).item()
+    if scale == 0 or len(x) < 3:
+        return None, None
+    r = (x @ y).item() / scale
+    return r, math.erfc(abs(r) * math.sqrt((len(x) - 2) / max(1e-300, 1 - r * r) / 2))
+
+
+def slots(model, batches, slow):
+    """Catch Your Breath: what every slot knows, when the model stops, and whether it pauses where that helps."""
+    W = model.config.W
+    log_t, gap, right = (torch.cat(t) if t[0] is not None else None
+                         for t in zip(*(slot_numbers(model, *batch) for batch in batches)))
+    table = [{'slot': i + 1, 'loss if forced': -log_t[:, i].mean().item(),
+              'accuracy if forced': right[:, i].double().mean().item()} for i in range(W)]
+    if gap is None:
+        return {'slots': table}
+    never_early = stopping_distribution('last', W)  # as in generation, where the model stops at its own pace
+    own = stop_log_probs(gap, never_early).exp()  # (N,W)
+    # log_t is normalised, so lse = 0 and k = -gap; gamma is 1
+    loss, own_loss = (cyb_loss(log_t, -gap, torch.zeros_like(gap), omega, [1.0] * W).mean().item()
+                      for omega in (model.omega, never_early))
+    taken = (own * torch.arange(1, W + 1)).sum(dim=1)  # expected slots per token
+    d, gain = torch.sigmoid(-gap[:, :-1]), log_t.exp().diff(dim=1)  # (N,W-1) each
+    r, p = correlation(d.flatten(), gain.flatten())
+    for i, row in enumerate(table):
+        row['stops here'] = own[:, i].mean().item()
+        row["P(don't know)"] = torch.sigmoid(-gap[:, i]).mean().item()
+        row['gain of the next'], row['r(d, gain)'], row['p'] = None, None, None
+        if i < W - 1:
+            row['gain of the next'] = gain[:, i].mean().item()
+            row['r(d, gain)'], row['p'] = correlation(d[:, i], gain[:, i])
+    bins = []
+    for low in range(10):
+        inside = (d * 10).long().clamp(max=9) == low
+        if inside.any():
+            here = gain[inside]
+            bins.append({"P(don't know)": d[inside].mean().item(), 'gain of the next': here.mean().item(),
+                         'standard error': (here.std(correction=0) / math.sqrt(len(here))).item(), 'slots': len(here)})
+    token = torch.cat([idx[targets >= 0] for idx, targets in batches]).cpu()
+    count = torch.bincount(token)
+    mean = torch.bincount(token, weights=taken) / count
+    common = (count >= min(10, int(count.max()))).nonzero()[:, 0]  # rarer tokens say little
+    order = common[mean[common].argsort(descending=True)].tolist()
+    shown = order if len(order) <= 16 else order[:8] + order[-8:]
+    return {'loss': loss, 'perplexity': math.exp(min(loss, 700)), 'loss at its own pace': own_loss,
+            'perplexity at its own pace': math.exp(min(own_loss, 700)),
+            'accuracy at its own pace': (own * right).sum(dim=1).mean().item(), 'slots per token': taken.mean().item(),
+            'r(d, gain)': r, 'p': p, 'slots': table, 'calibration': bins,
+            'tokens that pause longest and shortest': [
+                {'token': t, 'slots taken': mean[t].item(), 'seen': count[t].item()} for t in shown]}
+
+
+def skipping(model, batches, slow):
+    """Catch Your Breath: the loss of the answers if the model pauses where d > 1/2, with the pauses that were not
+    taken in the context, as in training, and without them."""
+    numbers = {}
+    if model.config.objective != 'cyb':
+        return numbers
+    for skip in (False, True):
+        nll, taken = [], []
+        for idx, targets in slow:
+            B, T = idx.shape
+            rows, left = SlotRows(model, idx[:, :1].tolist(), keep_unused=not skip), [T] * B
+            every, padded = torch.arange(B, device=idx.device), F.pad(targets, (0, 1))
+            row_nll = torch.zeros(B, T + 1, device=idx.device)  # the last column is for rows that have ended
+
+            def true_token(logits):  # a token's last forward pass, which answers, writes its loss last
+                at = T - torch.tensor(left, device=idx.device)
+                row_nll[every, at] = F.cross_entropy(logits, padded[every, at], reduction='none')
+                return padded[every, at].tolist()
+            for step in model.paced(rows, left, true_token, lambda d: (d > 0.5).tolist()):
+                taken += [answer[1] for answer in step if answer]
+            nll.append(row_nll[:, :T].double())
+        name = 'without unused pauses' if skip else 'where d > 1/2'
+        numbers[f'loss {name}'] = torch.cat(nll).mean().item()
+        numbers[f'slots {name}'] = sum(taken) / len(taken)
+    return numbers
+
+
+# a model gets the measures of its class and those of the classes it builds on; a later one may refine a number
+MEASURES = {GPT: [losses], Thoughtbubbles: [prefixes], CYB: [slots, skipping]}
+
+
+# --- output ---
+
+def shown(value):
+    if value is None:
+        return '-'
+    if not isinstance(value, float):
+        return str(value)
+    return f'{value:.4f}' if value == 0 or 1e-4 <= abs(value) < 1e5 else f'{value:.1e}'
+
+
+def print_numbers(numbers):
+    tables = {name: value for name, value in numbers.items() if isinstance(value, list)}
+    for name, value in numbers.items():
+        if name not in tables:
+            print(f'{name:32s} {shown(value):>12s}')
+    for name, table in tables.items():
+        widths = [max(len(column), *(len(shown(row[column])) for row in table)) for column in table[0]]
+        print('\n' + name + '\n' + '  '.join(column.rjust(w) for column, w in zip(table[0], widths)))
+        for row in table:
+            print('  '.join(shown(value).rjust(w) for value, w in zip(row.values(), widths)))
+
+
+def draw(numbers, title, path):
+    """A panel per table: its second column over its first. Returns whether matplotlib is there."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use('Agg')
+    from matplotlib import pyplot
+    tables = {name: value for name, value in numbers.items() if isinstance(value, list)}
+    if not tables:
+        return False
+    figure, panels = pyplot.subplots(1, len(tables), figsize=(5 * len(tables), 4), squeeze=False, layout='constrained')
+    for panel, (name, table) in zip(panels[0], tables.items()):
+        x, y = list(table[0])[:2]
+        across = [row[x] if isinstance(row[x], float) else str(row[x]) for row in table]
+        panel.plot(across, [row[y] for row in table], 'o-')
+        panel.set(title=name, xlabel=x, ylabel=y)
+    figure.suptitle(title)
+    figure.savefig(path)
+    pyplot.close(figure)
+    return True
+
+
+@torch.no_grad()
+def main(argv):
+    settings, *_ = config.load(__file__, argv)
+    globals().update(settings)
+    for name in ('eval_rows', 'slow_rows', 'batch_size'):
+        if settings[name] < 1:
+            raise UserError(f'{name} = {settings[name]}: must be at least 1')
+    if threads:
+        torch.set_num_threads(threads)
+    path = checkpoint or os.path.join(out_dir, 'ckpt.pt')
+    saved = load_checkpoint(path)
+    run_device = choose_device(device)[0]
+    model = build_model(saved, path).to(run_device).eval()
+    name = dataset or saved['settings']['dataset']
+    data.ensure_prepared(name)
+    meta = data.read_meta(name)
+    if meta['tokenizer'] != saved['meta']['tokenizer']:
+        raise UserError(f'dataset = {name!r}: its tokenizer is not the one that {path} was trained with')
+    source = METHODS[saved['method']][2](name, meta, model.config, seed, eval_rows)
+
+    def batches(n):
+        return [[t.to(run_device) for t in source.val_batch(list(range(i, min(n, i + batch_size))))]
+                for i in range(0, n, batch_size)]
+    torch.manual_seed(seed)
+    every, slow = batches(source.n_val), batches(min(source.n_val, slow_rows))
+    numbers = {}
+    for cls in reversed(type(model).__mro__):
+        for measure in MEASURES.get(cls, []):
+            numbers.update(measure(model, every, slow))
+    for table in (value for value in numbers.values() if isinstance(value, list)):
+        for row in table:
+            if 'token' in row:
+                row['token'] = repr(source.tokenizer.decode([row['token']]))
+
+    title = f'{saved["method"]}, {path} at step {saved["step"]}, {name}'
+    print(title)
+    print_numbers(numbers)
+    target = output or os.path.join(os.path.dirname(path), 'eval')
+    about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
+             'model_config': saved['model_config']}
+    data.write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))
+    print(f'\nwritten to {target}.json' + (f' and {target}.png' if draw(numbers, title, target + '.png') else ''))
+
+
+if __name__ == '__main__':
+    config.run(main)

@@ -1,0 +1,444 @@
+"""Catch Your Breath: the loss against reference values and enumerated paths, one pass against slots one by one."""
+import itertools
+import json
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import bench
+import cyb
+import sample
+import train
+from config import UserError
+from cyb import CYB, CYBConfig, SlotRows, cyb_loss, head_loss, stop_log_probs, stopping_distribution
+from model import GPT, GPTConfig, left_pad
+
+SIZE = dict(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16)
+OMEGAS = ['last', 'uniform', 'first', 'geometric', (0.2, 0.0, 0.8, 0.0)]
+with open(os.path.join(os.path.dirname(__file__), 'cyb_cases.json')) as f:
+    CASES = json.load(f)
+
+
+def breath(seed=0, **settings):
+    """A model whose answers and pauses vary from token to token."""
+    torch.manual_seed(seed)
+    model = CYB(CYBConfig(**{**SIZE, 'W': 4, **settings})).double()
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data *= 10
+    return model.eval()
+
+
+def every_slot(model, idx, pad=None):
+    """z (B,T,W,V) and d (B,T,W) from the one pass of training."""
+    x = model.encode_slots(idx, pad)
+    z = model.logits(x)
+    return z, torch.sigmoid(model.dont_know_logit(model.ln_f(x)) - z.logsumexp(-1))
+
+
+# --- the loss ---
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize('case', CASES)
+def test_reference_values(case, dtype, tolerance):
+    logits = torch.tensor(case['logits'], dtype=dtype)
+    z, k = logits[:, :-1], logits[:, -1]
+    lse, a = z.logsumexp(1), z[:, case['target']]
+    stop = stop_log_probs(lse - k, case['omega']).exp()
+    assert stop.tolist() == pytest.approx(case['stop'], rel=tolerance, abs=tolerance)
+    assert (a - lse).exp().tolist() == pytest.approx(case['answer'], rel=tolerance)
+    loss = cyb_loss(a, k, lse, case['omega'], case['gamma']).item()
+    assert loss == pytest.approx(case['loss'], rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize('omega', OMEGAS)
+def test_every_path_enumerated(omega):
+    W, target, gamma = 4, 2, [1.0, 0.9, 0.7, 0.4]
+    omega = stopping_distribution(omega, W)
+    logits = torch.randn(W, 6, dtype=torch.double) * 2
+    full, answer = logits.softmax(1), logits[:, :-1].softmax(1)[:, target]
+    d, stop = full[:, -1].tolist(), [0.0] * W
+    for world, answers in itertools.product(range(W), itertools.product([False, True], repeat=W)):
+        p = omega[world] * math.prod(1 - d[i] if answers[i] else d[i] for i in range(W))
+        stop[next(i for i in range(W) if answers[i] or i == world)] += p
+    gap = logits[:, :-1].logsumexp(1) - logits[:, -1]
+    assert stop_log_probs(gap, omega).exp().tolist() == pytest.approx(stop, abs=1e-12)
+    assert sum(stop) == pytest.approx(1, abs=1e-12)
+    loss = cyb_loss(logits[:, target], logits[:, -1], logits[:, :-1].logsumexp(1), omega, gamma)
+    want = -math.log(sum(s * g * t for s, g, t in zip(stop, gamma, answer.tolist())))
+    assert loss.item() == pytest.approx(want, abs=1e-12)
+
+
+@pytest.mark.parametrize('omega', OMEGAS)
+@pytest.mark.parametrize('scale', [1, 30, 1000])
+def test_stops_sum_to_one(omega, scale):
+    gap = torch.randn(200, 4, dtype=torch.double) * scale  # d within exp(-1000) of 0 and of 1
+    assert (stop_log_probs(gap, stopping_distribution(omega, 4)).logsumexp(1)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize('omega', OMEGAS)
+def test_extreme_logits_in_float32(omega):
+    omega, gamma = stopping_distribution(omega, 4), [0.9 ** i for i in range(4)]
+    values = torch.tensor(list(itertools.product([-100.0, 0.0, 100.0], [-100.0, -28.0, 28.0, 100.0])))
+    a, k = values[torch.randint(len(values), (500, 4))].double().unbind(-1)
+    exact, single = ([t.to(dtype).requires_grad_() for t in (a, k, torch.logaddexp(a, torch.tensor(1.0).double()))]
+                     for dtype in (torch.double, torch.float32))
+    want, got = cyb_loss(*exact, omega, gamma), cyb_loss(*single, omega, gamma)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    for g, w in zip(torch.autograd.grad(got.sum(), single), torch.autograd.grad(want.sum(), exact)):
+        torch.testing.assert_close(g.double(), w, rtol=1e-3, atol=1e-5)
+
+
+def head_inputs(N=5, W=3, C=4, V=7, omega='uniform'):
+    y, k, weight = (torch.randn(*shape).double().requires_grad_() for shape in ((N, W, C), (N, W), (V, C)))
+    targets = torch.randint(V, (N,))
+    targets[1] = -1
+    return y, k, weight, targets, stopping_distribution(omega, W), [0.8 ** i for i in range(W)]
+
+
+@pytest.mark.parametrize('omega', ['last', 'uniform', 'first', 'geometric'])
+@pytest.mark.parametrize('chunk', [1, 2 ** 20])
+def test_gradients_against_finite_differences(omega, chunk, monkeypatch):
+    monkeypatch.setattr(cyb, 'CHUNK', chunk)
+    y, k, weight, *rest = head_inputs(omega=omega)
+    assert torch.autograd.gradcheck(lambda *inputs: head_loss(*inputs, *rest, True), (y, k, weight))
+
+
+@pytest.mark.parametrize('chunk', [1, 50, 2 ** 20])
+def test_chunks_equal_the_definition(chunk, monkeypatch):
+    monkeypatch.setattr(cyb, 'CHUNK', chunk)
+    model = breath(gamma0=0.7, omega='geometric')
+    idx, targets = torch.randint(11, (2, 3, 8))
+    targets[0, :3] = -1
+    z, _ = every_slot(model, idx)
+    k = model.dont_know_logit(model.ln_f(model.encode_slots(idx)))
+    a = z.gather(3, targets.clamp(min=0)[..., None, None].expand(-1, -1, 4, 1))[..., 0]
+    omega, gamma = [8 / 15, 4 / 15, 2 / 15, 1 / 15], [1, 0.7, 0.49, 0.343]
+    want = cyb_loss(a, k, z.logsumexp(3), omega, gamma)[targets >= 0].mean()
+    got = model(idx, targets)[1]
+    assert got.item() == pytest.approx(want.item(), abs=1e-12)
+    params = list(model.parameters())
+    for g, w in zip(torch.autograd.grad(got, params), torch.autograd.grad(want, params)):
+        torch.testing.assert_close(g, w)
+    with torch.no_grad():
+        assert model(idx, targets)[1].item() == pytest.approx(want.item(), abs=1e-12)
+
+
+def test_no_token_counted_is_no_loss():
+    loss = breath()(torch.zeros(1, 4, dtype=torch.long), torch.full((1, 4), -1))[1]
+    loss.backward()
+    assert loss.item() == 0
+
+
+def test_a_pause_after_the_stop_gets_no_gradient():
+    model = breath()
+    for bias, nothing in [(-1e4, True), (0.0, False)]:  # d = 0, or not
+        model.zero_grad()
+        model.dont_know.bias.data.fill_(bias)
+        model(torch.tensor([[3]]), torch.tensor([[5]]))[1].backward()
+        assert bool((model.pauses.grad == 0).all()) == nothing and (model.wte.weight.grad != 0).any()
+
+
+def test_memory_of_a_step_is_below_one_copy_of_the_logits(monkeypatch):
+    V, W, T = 4000, 4, 16
+    monkeypatch.setattr(cyb, 'CHUNK', V * W * 2)
+    model = CYB(CYBConfig(**{**SIZE, 'vocab_size': V, 'block_size': T, 'W': W}))
+    idx = torch.randint(V, (4, T))
+    assert bench.peak_memory(lambda: model(idx, idx)[1].backward()) < 4 * T * W * V * 4
+
+
+# --- the model ---
+
+def test_one_slot_is_the_plain_gpt():
+    plain, one = GPT(GPTConfig(**SIZE)).double(), breath(W=1)
+    for p in plain.parameters():
+        if p.dim() > 1:
+            p.data *= 10
+    one.load_pretrained(plain.state_dict())
+    idx, targets = torch.randint(11, (2, 3, 8))
+    targets[1, 2] = -1
+    want, got = plain(idx, targets)[1], one(idx, targets)[1]
+    assert got.item() == pytest.approx(want.item(), abs=1e-12)
+    want.backward()
+    got.backward()
+    own = dict(one.named_parameters())
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(own[name].grad, p.grad)
+
+
+@pytest.mark.parametrize('see_pauses', [True, False])
+@pytest.mark.parametrize('learned_positions', [False, True])
+def test_one_pass_equals_slots_one_by_one(see_pauses, learned_positions):
+    model = breath(see_pauses=see_pauses, learned_positions=learned_positions)
+    tokens = torch.randint(11, (8,)).tolist()
+    want, rows, got = model.encode_slots(torch.tensor([tokens]))[0], SlotRows(model, [tokens[:1]]), []
+    for token in tokens:
+        for slot in range(4):
+            got.append(rows.feed()[0])
+            rows.answer(0, token) if slot == 3 else rows.pause(0)
+            if slot == 3 and len(rows.tokens[0]) - 1 < 8:
+                rows.tokens[0][-1] = tokens[len(rows.tokens[0]) - 1]
+    torch.testing.assert_close(torch.stack(got).view(8, 4, -1), want)
+
+
+@pytest.mark.parametrize('see_pauses', [True, False])
+@pytest.mark.parametrize('learned_positions', [False, True])
+def test_left_padding_changes_nothing(see_pauses, learned_positions):
+    model = breath(see_pauses=see_pauses, learned_positions=learned_positions)
+    rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5]]
+    idx, pad = left_pad(rows, 'cpu')
+    together = model(idx, pad=pad)[0]
+    for r, row in enumerate(rows):
+        torch.testing.assert_close(together[r, -len(row):], model(torch.tensor([row]))[0][0])
+
+
+def test_predictions_are_the_distribution_that_the_loss_scores():
+    model = breath(omega='geometric')
+    idx, targets = torch.randint(11, (2, 3, 8))
+    predictions = model(idx)[0]
+    torch.testing.assert_close(predictions.logsumexp(-1), torch.zeros(3, 8).double())
+    torch.testing.assert_close(F.nll_loss(predictions.flatten(0, 1), targets.flatten()), model(idx, targets)[1])
+
+
+def test_later_tokens_and_pauses_do_not_leak():
+    model = breath()
+    idx = torch.randint(10, (1, 8))
+    z, _ = every_slot(model, idx)
+    changed = idx.clone()
+    changed[0, 5] += 1
+    assert torch.equal(every_slot(model, changed)[0][:, :5], z[:, :5])
+    model.pauses.data[2] *= -1  # the third pause: slots 1 to 3 of the first token are before it
+    after = every_slot(model, idx)[0]
+    assert torch.equal(after[:, 0, :3], z[:, 0, :3]) and not torch.allclose(after[:, 1, 0], z[:, 1, 0])
+
+
+def test_tbys_is_cross_entropy_in_the_last_slot():
+    model = breath(objective='tbys')
+    idx, targets = torch.randint(11, (2, 3, 8))
+    logits = model.logits(model.encode_slots(idx)[:, :, -1])
+    torch.testing.assert_close(model(idx, targets)[1], F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    assert model.generate([[1, 2]], 3, temperature=0)[0][0] == model(torch.tensor([[1, 2]]))[0][0, -1].argmax()
+    assert model.slots == [[4, 4, 4]]
+
+
+def test_bfloat16_autocast_keeps_the_loss_in_float32():
+    model = breath().float()
+    idx, targets = torch.randint(11, (2, 3, 8))
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        got, y = model(idx, targets)[1], model.ln_f(model.encode_slots(idx))
+        z = model.lm_head(y)
+    assert z.dtype == torch.bfloat16 and got.dtype == torch.float32
+    z, k = z.double(), F.linear(y, model.dont_know.weight, model.dont_know.bias)[..., 0].double()
+    a = z.gather(3, targets[..., None, None].expand(-1, -1, 4, 1))[..., 0]
+    assert got.item() == pytest.approx(cyb_loss(a, k, z.logsumexp(3), model.omega, model.gamma).mean().item(), rel=1e-5)
+    got.backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('d_init', [0.5, 0.9, 1 / 12])
+def test_starts_with_the_probability_of_not_knowing_that_is_set(d_init):
+    model = CYB(CYBConfig(**SIZE, d_init=d_init))
+    assert (every_slot(model, torch.randint(11, (3, 8)))[1] - d_init).abs().max() < 0.2 * d_init
+
+
+# --- generation ---
+
+PROMPTS = [[3], [1, 5, 9, 2], [2, 2]]
+
+
+def wavering(seed=3, **settings):
+    """A model that pauses at some tokens and not at others in greedy texts, found by trying seeds."""
+    model = breath(seed, tie_weights=False, **settings)
+    model.dont_know.weight.data *= 3
+    model.dont_know.bias.data.fill_(2)
+    model.pauses.data *= 5
+    return model
+
+
+def reference_text(model, prompt, n, threshold=0.5, skip=False):
+    """Greedy text and slots, the window read anew for every token by the one pass of training; skip masks the pauses
+    that were not taken."""
+    tokens, start, used, W, T = list(prompt), 0, [1 if skip else 4] * (len(prompt) - 1), 4, model.config.block_size
+    for _ in range(n):
+        if len(tokens) - start > T:
+            start = len(tokens) - T // 2
+        window = tokens[start:]
+        ids = torch.tensor([[t if j == 0 else 10 + j for t in window for j in range(W)]])
+        order = torch.arange(len(window) * W)
+        there = torch.tensor([j < u for u in used[start:] + [W] for j in range(W)])
+        mask = (order <= order[:, None]) & (there | (order == order[:, None]))
+        x = model.encode(ids, order[None], mask)[0, -W:]
+        z, k = model.logits(x), model.dont_know_logit(model.ln_f(x))
+        d = torch.sigmoid(k - z.logsumexp(1))
+        slot = next((j for j in range(W - 1) if d[j] <= threshold), W - 1)
+        tokens.append(z[slot].argmax().item())
+        used.append(slot + 1 if skip else W)
+        yield tokens[-1], slot + 1
+
+
+@pytest.mark.parametrize('seed', [3, 14, 22])
+@pytest.mark.parametrize('skip', [False, True])
+@pytest.mark.parametrize('use_cache', [False, True])
+def test_rows_that_pause_differently_equal_the_reference(skip, use_cache, seed):
+    model = wavering(seed)
+    new = model.generate(PROMPTS, 30, temperature=0, skip_unused_pauses=skip, use_cache=use_cache)  # beyond the window
+    want = [list(zip(*reference_text(model, prompt, 30, skip=skip))) for prompt in PROMPTS]
+    assert new == [list(w[0]) for w in want] and model.slots == [list(w[1]) for w in want]
+    assert len(set(sum(model.slots, []))) > 1 and model.slots[0] != model.slots[1]
+
+
+@pytest.mark.parametrize('see_pauses', [True, False])
+@pytest.mark.parametrize('pace', ['model', 'first', 'all'])
+def test_cached_equals_uncached_when_drawn(see_pauses, pace):
+    model = breath(see_pauses=see_pauses)
+    texts = []
+    for use_cache in (True, False):
+        torch.manual_seed(5)
+        texts.append((model.generate(PROMPTS, 20, temperature=0.7, pace=pace, use_cache=use_cache), model.slots))
+    assert texts[0] == texts[1]
+
+
+def test_unseen_pauses_generate_alike_in_a_batch_and_alone():
+    model = wavering(see_pauses=False)
+    new, slots = model.generate(PROMPTS, 20, temperature=0), model.slots
+    for r, prompt in enumerate(PROMPTS):
+        assert model.generate([prompt], 20, temperature=0) == [new[r]] and model.slots == [slots[r]]
+    first = every_slot(model, torch.tensor([PROMPTS[1]]))
+    assert new[1][0] == first[0][0, -1, slots[1][0] - 1].argmax()
+
+
+def test_first_and_all_slots():
+    model = breath()
+    z, _ = every_slot(model, torch.tensor([PROMPTS[1]]))
+    for pace, slot in [('first', 1), ('all', 4)]:
+        new = model.generate(PROMPTS, 6, temperature=0, pace=pace)
+        assert new[1][0] == z[0, -1, slot - 1].argmax() and model.slots == [[slot] * 6] * 3
+
+
+def test_pauses_are_drawn_with_probability_d():
+    model = breath(W=2)
+    _, d = every_slot(model, torch.tensor([[3, 7]]))
+    model.generate([[3, 7]] * 4000, 1, temperature=1.0)
+    assert sum(s == [2] for s in model.slots) / 4000 == pytest.approx(d[0, 1, 0].item(), abs=0.03)
+
+
+@pytest.mark.parametrize('rows', [1, 3])
+def test_few_forward_passes_beyond_the_slots_used(rows, monkeypatch):
+    model, passes, feed = wavering(22, block_size=64), [], SlotRows.feed
+    monkeypatch.setattr(SlotRows, 'feed', lambda self: passes.append(1) or feed(self))
+    model.generate(PROMPTS[:rows], 50, temperature=0)
+    used = sum(sum(s) for s in model.slots) / 50 / rows
+    assert 1.2 < used and len(passes) / 50 <= used + 1.1
+    assert rows > 1 or len(passes) == sum(model.slots[0])
+    passes.clear()
+    model.generate(PROMPTS[:rows], 50, temperature=0, pace='all')
+    assert len(passes) == 50
+
+
+def test_stop_token_and_effort():
+    model = wavering()
+    text = model.generate(PROMPTS, 12, temperature=0)
+    stop = text[0][2]
+    cut = model.generate(PROMPTS, 12, temperature=0, stop_token=stop)
+    for whole, row in zip(text, cut):
+        assert row == (whole[:whole.index(stop) + 1] if stop in whole else whole)
+    effort = model.effort(PROMPTS, cut)
+    assert [e[len(p):] for e, p in zip(effort, PROMPTS)] == model.slots
+    assert [len(s) for s in model.slots] == [len(row) for row in cut]
+    assert all(e[:len(p)] == [None] * len(p) for e, p in zip(effort, PROMPTS))
+
+
+def test_sample_shows_the_slots(run, tmp_path, capsys):
+    run('cyb', method='cyb', W=3, learned_positions=True)
+    capsys.readouterr()
+    sample.main([f'--out_dir={tmp_path}/cyb', '--max_new_tokens=20', '--show=True', '--pace=all', '--prompt=1'])
+    assert 'mean slots per token: 3.00' in capsys.readouterr().out
+
+
+# --- starting from another model ---
+
+@pytest.mark.parametrize('learned_positions', [False, True])
+@pytest.mark.parametrize('shift', [0, -5, 5])
+def test_starts_as_the_plain_gpt(learned_positions, shift):
+    settings = dict(learned_positions=learned_positions, bias=True, tie_weights=False)
+    plain = GPT(GPTConfig(**SIZE, **settings)).double()
+    for p in plain.parameters():
+        if p.dim() > 1:
+            p.data *= 10
+    plain.ln_f.bias.data.fill_(1)
+    plain.lm_head.weight.data += shift  # all logits far below or above 0 mean the same model
+    model = breath(**settings, **CYBConfig.from_gpt)
+    assert set(model.load_pretrained(plain.state_dict())) == {'pauses', 'dont_know.weight', 'dont_know.bias'}
+    idx, targets = torch.randint(11, (2, 3, 8))
+    z, d = every_slot(model, idx)
+    torch.testing.assert_close(z[:, :, 0], plain(idx)[0])
+    assert d.max() < 1e-4
+    assert model(idx, targets)[1].item() == pytest.approx(plain(idx, targets)[1].item(), abs=1e-3)
+    assert model.generate(PROMPTS, 20, temperature=0) == plain.generate(PROMPTS, 20, temperature=0)
+
+
+def test_slots_stand_where_their_token_stood():
+    plain = GPT(GPTConfig(**SIZE, learned_positions=True))
+    model = CYB(CYBConfig(**SIZE, W=3, learned_positions=True))
+    model.load_pretrained(plain.state_dict())
+    for slot in range(3):
+        assert torch.equal(model.wpe.weight[slot::3], plain.wpe.weight)
+
+
+def test_fine_tuning_run_starts_at_the_loss_of_the_plain_gpt(run, tmp_path):
+    run('plain', method='gpt', max_iters=60, eval_interval=60, learning_rate=0.01)
+    run('tuned', method='cyb', W=3, init_from=f'{tmp_path}/plain/ckpt.pt')
+    last, first = (json.loads(open(tmp_path / name / 'log.jsonl').readlines()[i])['val_loss']
+                   for name, i in (('plain', -1), ('tuned', 0)))
+    assert last < 3.0 and first == pytest.approx(last, abs=2e-4)
+    again = run('again', method='cyb', init_from=f'{tmp_path}/tuned/ckpt.pt')
+    assert again['model_config']['W'] == 3 and again['model_config']['see_pauses'] is False
+
+
+def test_another_number_of_slots_is_refused(run, tmp_path):
+    run('two', method='cyb', W=2)
+    with pytest.raises(UserError, match='W = 4.* W = 2'):
+        run('four', method='cyb', W=4, init_from=f'{tmp_path}/two/ckpt.pt')
+    with pytest.raises(UserError, match='W = 4.* 2'):
+        run('two', method='cyb', W=4, init_from='resume')
+    with pytest.raises(UserError, match='cyb model, not gpt'):
+        run('two', method='gpt', init_from='resume')
+
+
+# --- wrong inputs ---
+
+@pytest.mark.parametrize('settings, message', [
+    (dict(W=0), 'W = 0'), (dict(gamma0=0.0), 'gamma0 = 0.0'), (dict(gamma0=1.1), 'gamma0 = 1.1'),
+    (dict(W=3, omega=(0.5, 0.5)), '2 numbers.*W = 3'), (dict(W=2, omega=(-0.5, 1.5)), 'from 0 to 1'),
+    (dict(W=2, omega=(0.5, 0.6)), 'sums to 1.1'), (dict(omega='never'), "'never'.*last, uniform"),
+    (dict(d_init=1.0), 'd_init = 1.0'),
+    (dict(objective='ce'), "objective = 'ce'")])
+def test_wrong_settings(settings, message):
+    with pytest.raises(UserError, match=message):
+        CYBConfig(**{**SIZE, **settings})
+
+
+def test_wrong_sampling_settings():
+    model = breath()
+    for settings, message in [(dict(pace='slow'), 'pace = .slow'), (dict(threshold=2), 'threshold = 2'),
+                              (dict(temperature=-1), 'temperature = -1')]:
+        with pytest.raises(UserError, match=message):
+            model.generate([[1]], 2, **settings)
+    with pytest.raises(UserError, match='9 tokens.*block_size = 8'):
+        model(torch.zeros(1, 9, dtype=torch.long))
+
+
+def test_sampling_settings_of_another_method_are_refused(run, tmp_path):
+    run('plain', method='gpt')
+    with pytest.raises(UserError, match='threshold = 0.2.*gpt model'):
+        sample.main([f'--out_dir={tmp_path}/plain', '--threshold=0.2'])
+
+
+def test_a_row_beyond_memory_says_what_it_needs(run, monkeypatch):
+    monkeypatch.setattr(train.os, 'sysconf', lambda name: 2 ** 17)  # 16 GB: 128k pages of 128 kB
+    with pytest.raises(UserError, match='block_size = 16, W = 1000000: .* 197 GB or more, cpu has 17 GB'):
+        run('huge', method='cyb', W=10 ** 6)
