@@ -9,7 +9,8 @@ import torch
 
 import config
 from config import UserError
-from train import METHODS, choose_device
+from config.machine import choose_device
+from train import METHODS
 
 part = 'all'  # all, or one of the parts at the end of this file
 rounds = 15  # timed rounds of a training step

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 import config
 import data
 from config import UserError
+from config.checkpoint import load_checkpoint
+from config.machine import choose_device
 from cyb import CYB, CHUNK, SlotRows, cyb_loss, stop_log_probs, stopping_distribution
 from model import GPT
 from thoughtbubbles import Thoughtbubbles
-from train import METHODS, build_model, choose_device, load_checkpoint
+from train import METHODS, build_model
 
 out_dir = 'out/run'  # the run whose checkpoint is read
 checkpoint = ''  # a checkpoint's path instead, such as out/run/best.pt

@@ -8,8 +8,10 @@ import torch
 
 import config
 from config import UserError
+from config.checkpoint import load_checkpoint
+from config.machine import choose_device
 from data import Tokenizer
-from train import METHODS, build_model, choose_device, load_checkpoint
+from train import METHODS, build_model
 
 out_dir = 'out/tb_small'  # the run whose checkpoint is read
 checkpoint = ''  # a checkpoint's path instead, such as out/tb_small/best.pt

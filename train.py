@@ -5,11 +5,9 @@ The settings below are overridden by a config file and then by --key=value; --he
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
-import zipfile
 from dataclasses import asdict, fields
 
 import torch
@@ -20,6 +18,8 @@ from tqdm import tqdm
 import config
 import data
 from config import UserError
+from config.checkpoint import VERSION, check_same_tokenizer, first_line, load_checkpoint, merge_resumed, save_checkpoint
+from config.machine import check_memory, choose_compile, choose_device, choose_dtype, peak_flops
 from cyb import CYB, CYBConfig
 from model import GPT, GPTConfig
 from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
@@ -62,166 +62,24 @@ METHODS = {
     'thoughtbubbles': (ThoughtbubblesConfig, Thoughtbubbles, data.TextBatches),
     'cyb': (CYBConfig, CYB, data.TextBatches),
 }
-CHECKPOINT_VERSION = 1
-# what may change when a run is resumed; anything else would make it another run
-HARMLESS = {'out_dir', 'init_from', 'overwrite', 'max_iters', 'eval_interval', 'eval_only', 'log_interval', 'wandb_project',
-            'device', 'dtype', 'compile', 'threads', 'shard_optimizer', 'batch_size', 'grad_accum'}
-# bfloat16 peak of one device in FLOP/s, for model FLOPs utilisation
-PEAK_FLOPS = {'A100': 312e12, 'H100': 989e12, 'H200': 989e12, 'B200': 2250e12, '4090': 165e12}
 
 
-# --- checkpoints: all that sampling and resuming need, plain containers and tensors only ---
-
-def first_line(error):
-    return (str(error).strip() or 'no detail').splitlines()[0]
-
-
-def save_checkpoint(path, checkpoint):
-    """Write to a temporary file and rename it, so that `path` is whole at every moment."""
-    try:
-        with open(path + '.tmp', 'wb') as f:
-            torch.save(checkpoint, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + '.tmp', path)
-    except (OSError, RuntimeError) as e:  # torch's zip writer turns a full disk into a RuntimeError
-        raise UserError(f'cannot write {path}: {e}; the file of the last save is untouched') from e
-
-
-def load_checkpoint(path, expected_method=None):
-    """Read a checkpoint with weights_only=True, so that a hostile file cannot run code. Raises UserError."""
-    if not os.path.isfile(path):
-        raise UserError(f'checkpoint {path} is not there: train one first, or give --out_dir')
-    try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
-            broken = archive.testzip()
-        if broken:
-            raise zipfile.BadZipFile(f'checksum of {broken}')
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as e:  # a garbled pickle raises nearly anything
-        raise UserError(f'{path} is no checkpoint, is damaged, or holds more than tensors and plain values '
-                        f'({type(e).__name__}: {first_line(e)})') from e
-    if not isinstance(checkpoint, dict) or 'version' not in checkpoint:
-        raise UserError(f'{path} is not a checkpoint of this project')
-    if checkpoint['version'] != CHECKPOINT_VERSION:
-        raise UserError(f'{path} has layout {checkpoint["version"]!r}, this code reads layout {CHECKPOINT_VERSION}')
-    for name, kind in dict(method=str, model_config=dict, model=dict, meta=dict, step=int, settings=dict).items():
-        if not isinstance(checkpoint.get(name), kind):
-            raise UserError(f'{path} lacks {name}: it is no checkpoint of this project or is damaged')
+def registered(checkpoint, path):
+    """(config class, model class, batch source) of a checkpoint's method. Raises UserError if it is unknown."""
     if checkpoint['method'] not in METHODS:
         raise UserError(f'{path}: method {checkpoint["method"]!r} is unknown; there are {", ".join(METHODS)}')
-    if expected_method and checkpoint['method'] != expected_method:
-        raise UserError(f'{path} is a {checkpoint["method"]} model, not {expected_method}')
-    # names as a compiled or wrapped model has them
-    checkpoint['model'] = {str(name).replace('_orig_mod.', '').removeprefix('module.'): tensor
-                           for name, tensor in checkpoint['model'].items()}
-    return checkpoint
+    return METHODS[checkpoint['method']]
 
 
 def build_model(checkpoint, path='checkpoint'):
     """The model of a checkpoint, on the CPU. Raises UserError if weights and configuration disagree."""
-    config_class, model_class, _ = METHODS[checkpoint['method']]
+    config_class, model_class, _ = registered(checkpoint, path)
     try:
         model = model_class(config_class(**checkpoint['model_config']))
         model.load_state_dict(checkpoint['model'])
     except Exception as e:
         raise UserError(f'{path}: weights and configuration do not fit together ({first_line(e)})') from e
     return model
-
-
-def merge_resumed(settings, model_settings, given, checkpoint):
-    """Settings of a resumed run: the saved ones, and of those given now the harmless ones; another one is refused.
-
-    Returns (settings, the harmless changes as text).
-    """
-    saved = {**checkpoint['settings'], **checkpoint['model_config']}
-    now = {**settings, **model_settings}
-    changed = [name for name in sorted(given) if name in saved and now[name] != saved[name] and name != 'init_from']
-    rows = [s['batch_size'] * s['grad_accum'] for s in (saved, {**saved, **{name: now[name] for name in given}})]
-    for name in changed:
-        if name not in HARMLESS or (name in ('batch_size', 'grad_accum') and rows[0] != rows[1]):
-            raise UserError(f'{name} = {now[name]!r}: the run to resume has {saved[name]!r}, and to change it would make it '
-                            f'another run; leave it out, or start anew with --init_from=CHECKPOINT and another out_dir')
-    merged = {name: saved.get(name, value) if name not in given else value for name, value in settings.items()}
-    return merged, ', '.join(f'{name} = {now[name]!r} (was {saved[name]!r})' for name in changed)
-
-
-def check_same_tokenizer(old, new):
-    """A model can go on only with the tokens that it knows; special tokens may be added behind them."""
-    old, new = ({k: v for k, v in meta['tokenizer'].items() if k != 'special'} for meta in (old, new))
-    if old != new:
-        raise UserError('init_from: the checkpoint was trained with another tokenizer than the data set has')
-
-
-# --- the machine ---
-
-def choose_device(name):
-    """(device, reason). Raises UserError if the named device is absent."""
-    if name == 'auto':
-        if torch.cuda.is_available():
-            return 'cuda', 'CUDA is available'
-        if torch.backends.mps.is_available():
-            return 'mps', 'MPS is available'
-        return 'cpu', 'neither CUDA nor MPS is available'
-    kind, _, index = name.partition(':')
-    present = {'cpu': 1, 'cuda': torch.cuda.device_count(), 'mps': int(torch.backends.mps.is_available())}
-    if kind not in present or (index and not index.isdigit()):
-        raise UserError(f'device = {name!r}: choose auto, cpu, cuda, cuda:N or mps')
-    if int(index or 0) >= present[kind]:
-        raise UserError(f'device = {name!r} is absent: this machine has {present["cuda"]} CUDA devices and '
-                        f'{"an" if present["mps"] else "no"} MPS device; --device=cpu always works')
-    return name, 'as set'
-
-
-def choose_dtype(name, device):
-    """(dtype name, reason). Raises UserError for a name or combination that does not exist."""
-    if name not in ('auto', 'float32', 'bfloat16', 'float16'):
-        raise UserError(f'dtype = {name!r}: choose auto, float32, bfloat16 or float16')
-    bf16 = device.startswith('cuda') and torch.cuda.is_bf16_supported(including_emulation=False)
-    if name == 'bfloat16' and device.startswith('cuda') and not bf16:
-        raise UserError('dtype = bfloat16: this GPU has none; use float16 or float32')
-    if name not in ('auto', 'float32') and device == 'mps':
-        raise UserError(f'dtype = {name!r}: mps is trained in float32 here')
-    if name != 'auto':
-        return name, 'as set'
-    if not device.startswith('cuda'):
-        return 'float32', f'half precision gains little on {device}'
-    return ('bfloat16', 'the GPU has it') if bf16 else ('float16', 'the GPU has no bfloat16')
-
-
-def choose_compile(name, device):
-    """(use torch.compile, reason). Raises UserError if it is wanted and cannot work."""
-    if name not in ('auto', 'on', 'off'):
-        raise UserError(f'compile = {name!r}: choose auto, on or off')
-    compiler = next(filter(shutil.which, [os.environ.get('CXX', 'c++'), 'g++', 'clang++', 'cl']), None)
-    if name == 'on' and not compiler:
-        raise UserError('compile = on needs a C++ compiler and none is installed; install one, or use --compile=off')
-    if name != 'auto':
-        return name == 'on', 'as set'
-    if not compiler:
-        return False, 'no C++ compiler is installed'
-    if not device.startswith('cuda'):
-        return False, f'it takes minutes to start and gains little on {device}'
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False, 'Triton is not installed'
-    return True, 'CUDA with Triton'
-
-
-def check_memory(model, device, dtype):
-    """Raises UserError if not even the activations of a micro-batch can fit, instead of letting the system kill us."""
-    if device.startswith('cuda'):
-        have = torch.cuda.get_device_properties(device).total_memory
-    elif device == 'cpu' and hasattr(os, 'sysconf'):
-        have = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    else:
-        return
-    need = model.activation_bytes(batch_size, 4 if dtype == 'float32' else 2)
-    if need > have:
-        sizes = {'batch_size': batch_size, **{name: getattr(model.config, name) for name in model.config.row_settings}}
-        raise UserError(f'{", ".join(f"{name} = {n}" for name, n in sizes.items())}: a step needs about '
-                        f'{need / 1e9:.0f} GB or more, {device} has {have / 1e9:.0f} GB: lower one of them')
 
 
 def learning_rate_at(step):
@@ -241,7 +99,7 @@ def main(argv):
         checkpoint = load_checkpoint(ckpt_path, settings['method'] if 'method' in given else None)
         settings, changes = merge_resumed(settings, model_settings, given, checkpoint)
     globals().update(settings)  # from here on `learning_rate` is the configured one
-    config_class, model_class, batch_class = METHODS[method]
+    config_class, model_class, batch_class = registered(checkpoint, ckpt_path) if resume else METHODS[method]
     for name in ('batch_size', 'grad_accum', 'eval_interval', 'eval_rows', 'log_interval'):
         if settings[name] < 1:
             raise UserError(f'{name} = {settings[name]}: must be at least 1')
@@ -315,7 +173,7 @@ def main(argv):
     elif checkpoint:
         new = model.load_pretrained(checkpoint['model'])
         say(f'starting from {init_from}, a {checkpoint["method"]} model; new: {", ".join(new) or "nothing"}')
-    check_memory(model, run_device, run_dtype)
+    check_memory(model, batch_size, run_device, run_dtype)
     model.to(run_device)
     adamw = dict(lr=learning_rate, betas=(beta1, beta2), fused=True)
     if ddp and shard_optimizer:
@@ -339,8 +197,7 @@ def main(argv):
     tokens_per_step = batch_size * grad_accum * model_config.block_size
     say(f'{method}: {n_params:,} parameters, {raw_model.flops_per_token() / 1e6:.1f} MFLOPs per token; '
         f'{dataset}: {tokens_per_step:,} tokens per step, {len(batches.tokens["train"]) / tokens_per_step:.0f} steps an epoch')
-    gpu = torch.cuda.get_device_name() if device_type == 'cuda' else ''
-    peak = world * next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), 0.0)
+    peak = world * peak_flops(run_device)
 
     # output
     log = None
@@ -377,7 +234,7 @@ def main(argv):
             optimizer.consolidate_state_dict(to=0)  # every process sends its share
         if is_main:
             save_checkpoint(path, {
-                'version': CHECKPOINT_VERSION, 'method': method, 'model_config': asdict(model_config), 'meta': meta,
+                'version': VERSION, 'method': method, 'model_config': asdict(model_config), 'meta': meta,
                 'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'step': step,
                 'best_val_loss': best_val_loss, 'settings': settings, 'scaler': scaler.state_dict()})
 

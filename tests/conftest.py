@@ -7,6 +7,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data  # noqa: E402
 import train  # noqa: E402
+from config.checkpoint import load_checkpoint  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -31,5 +32,5 @@ def run(tmp_path, dataset):
         tiny = dict(dataset=dataset, device='cpu', n_layer=3, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=4,
                     warmup_iters=2, eval_interval=2, eval_rows=8, log_interval=1, out_dir=str(tmp_path / out))
         train.main([f'--{name}={value}' for name, value in {**tiny, **settings}.items()])
-        return train.load_checkpoint(str(tmp_path / out / 'ckpt.pt'))
+        return load_checkpoint(str(tmp_path / out / 'ckpt.pt'))
     return run

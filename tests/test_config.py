@@ -120,7 +120,7 @@ def test_every_setting_of_the_scripts_has_a_comment(script):
     assert list(settings) == written and len(settings) >= 5
 
 
-@pytest.mark.parametrize('name', sorted(f for f in os.listdir(os.path.join(ROOT, 'config')) if f[0] != '_' and f.endswith('.py')))
+@pytest.mark.parametrize('name', sorted(f for f in os.listdir(os.path.join(ROOT, 'config')) if f.endswith('_small.py')))
 def test_every_config_file_loads_and_builds(name):
     methods = {m: entry[0] for m, entry in train.METHODS.items()}
     settings, model_settings, _ = config.load(os.path.join(ROOT, 'train.py'), [os.path.join(ROOT, 'config', name)], methods)

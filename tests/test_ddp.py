@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import train
+from config.checkpoint import load_checkpoint
 from test_train import METHOD_SETTINGS, read_log
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -63,7 +64,7 @@ def test_processes_compute_what_one_would(arguments, tmp_path):
         status, output = torchrun(processes, 'tests/ddp_driver.py', str(tmp_path / 'jobs.json'))
         assert status == 0, output
         for name in runs:
-            one, many = (train.load_checkpoint(str(tmp_path / f'{name}{n}' / 'ckpt.pt')) for n in (1, processes))
+            one, many = (load_checkpoint(str(tmp_path / f'{name}{n}' / 'ckpt.pt')) for n in (1, processes))
             for key, weight in one['model'].items():
                 assert (weight - many['model'][key]).abs().max() < 1e-6, (name, key)
             for mine, theirs in zip(one['optimizer']['state'].values(), many['optimizer']['state'].values(), strict=True):
@@ -72,7 +73,7 @@ def test_processes_compute_what_one_would(arguments, tmp_path):
             for a, b in zip(*logs, strict=True):  # each step once: only one process writes
                 key = 'val_loss' if 'val_loss' in a else 'train_loss'
                 assert a['iter'] == b['iter'] and a[key] == pytest.approx(b[key], abs=1e-5)
-    resumed = train.load_checkpoint(str(tmp_path / 'resumed' / 'ckpt.pt'))
+    resumed = load_checkpoint(str(tmp_path / 'resumed' / 'ckpt.pt'))
     assert resumed['step'] == 10 and resumed['optimizer']['state'][0]['step'] == 10
 
 

@@ -14,9 +14,10 @@ import data
 import sample
 import train
 from config import UserError
+from config.checkpoint import load_checkpoint
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-METHOD_SETTINGS = [dict(method='gpt'), dict(method='thoughtbubbles', fork_layers='1,2')]
+METHOD_SETTINGS = [dict(method='gpt'), dict(method='thoughtbubbles', fork_layers='1,2'), dict(method='cyb', W=2)]
 
 
 def read_log(folder):
@@ -50,7 +51,7 @@ def test_a_run_leaves_checkpoints_a_log_and_a_sample(run, tmp_path, capsys):
     assert [(e['iter'], 'val_loss' in e) for e in log] == [
         (0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True), (5, False), (5, True)]
     best = min(e['val_loss'] for e in log if 'val_loss' in e)
-    saved = train.load_checkpoint(str(tmp_path / 'run' / 'best.pt'))
+    saved = load_checkpoint(str(tmp_path / 'run' / 'best.pt'))
     assert saved['best_val_loss'] == best and math.isfinite(best)
     assert checkpoint['best_val_loss'] == best  # the last checkpoint knows of the last evaluation
     out = capsys.readouterr().out
@@ -133,7 +134,7 @@ def test_divergence_stops_before_a_checkpoint(run, tmp_path, monkeypatch):
     monkeypatch.setattr(train.GPT, 'forward', explode_in_the_third_step)
     with pytest.raises(UserError, match='step 2: loss inf.*diverged'):
         run(eval_interval=1)
-    saved = train.load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))
+    saved = load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))
     assert saved['step'] == 2 and all(weight.isfinite().all() for weight in saved['model'].values())
 
 
@@ -167,7 +168,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path, content):
     path = tmp_path / 'ckpt.pt'
     path.write_bytes(content)
     with pytest.raises(UserError, match='ckpt.pt is no checkpoint'):
-        train.load_checkpoint(str(path))
+        load_checkpoint(str(path))
 
 
 def test_truncated_foreign_and_hostile_checkpoints(run, tmp_path):
@@ -180,14 +181,14 @@ def test_truncated_foreign_and_hostile_checkpoints(run, tmp_path):
         with open(bad, 'wb') as f:
             f.write(whole[:keep])
         with pytest.raises(UserError, match='bad.pt is no checkpoint'):
-            train.load_checkpoint(bad)
+            load_checkpoint(bad)
     for foreign, message in [({'weights': torch.zeros(1)}, 'not a checkpoint of this project'), ([1], 'not a checkpoint'),
                              ({'version': 99}, 'layout 99'), ({'version': 1}, 'lacks'), (Hostile(), 'more than tensors')]:
         torch.save(foreign, bad)
         with pytest.raises(UserError, match=message):
-            train.load_checkpoint(bad)
+            load_checkpoint(bad)
     assert not os.path.exists(Hostile.mark)
-    checkpoint = train.load_checkpoint(path)
+    checkpoint = load_checkpoint(path)
     checkpoint['model_config']['n_embd'] = 32
     with pytest.raises(UserError, match='do not fit together'):
         train.build_model(checkpoint)

@@ -18,7 +18,8 @@ import torch
 
 import data
 import train
-from config import UserError
+from config import UserError, machine
+from config.checkpoint import load_checkpoint, save_checkpoint
 from model import GPTConfig
 from test_train import METHOD_SETTINGS, ROOT, read_log
 
@@ -59,7 +60,7 @@ def test_kill_at_any_moment_leaves_a_loadable_checkpoint(command, tmp_path):
         time.sleep(dice.random() * 0.5)
         run.kill()
         output = run.communicate()[0]
-        checkpoint = train.load_checkpoint(path)
+        checkpoint = load_checkpoint(path)
         train.build_model(checkpoint)
         assert checkpoint['step'] >= reached, output  # nothing that was saved is lost
         reached = checkpoint['step']
@@ -81,7 +82,7 @@ def test_a_signal_finishes_the_step_and_saves(command, tmp_path, number):
     output = run.communicate(timeout=60)[0]
     assert run.returncode == 0 and '--init_from=resume' in output
     step = int(re.search(r'after step (\d+)', output)[1])
-    assert train.load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))['step'] == step > 0
+    assert load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))['step'] == step > 0
 
 
 def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):
@@ -106,10 +107,10 @@ def test_a_full_disk_keeps_the_old_file(run, tmp_path, monkeypatch):
         raise OSError(28, 'No space left on device')
     monkeypatch.setattr(os, 'fsync', no_space)
     with pytest.raises(UserError, match='cannot write .*No space left'):
-        train.save_checkpoint(str(path), {'new': 1})
+        save_checkpoint(str(path), {'new': 1})
     assert path.read_bytes() == before
     with pytest.raises(UserError, match='cannot write'):  # a folder that is not there stands for one that is read-only
-        train.save_checkpoint(str(tmp_path / 'nowhere' / 'ckpt.pt'), {})
+        save_checkpoint(str(tmp_path / 'nowhere' / 'ckpt.pt'), {})
 
 
 @pytest.mark.parametrize('settings', METHOD_SETTINGS, ids=lambda s: s['method'])
@@ -129,7 +130,7 @@ def test_what_may_change_on_resume_and_what_may_not(run, capsys, settings):
 def test_resume_needs_only_the_folder(run, tmp_path):
     run(method='thoughtbubbles', seed=9, max_iters=4)
     train.main(['--init_from=resume', f'--out_dir={tmp_path / "run"}', '--max_iters=5'])
-    checkpoint = train.load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))
+    checkpoint = load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))
     assert checkpoint['step'] == 5 and checkpoint['settings']['seed'] == 9 and checkpoint['method'] == 'thoughtbubbles'
 
 
@@ -144,7 +145,7 @@ def test_the_best_loss_never_gets_worse(run, tmp_path):
     run(learning_rate=0.5, max_iters=3, eval_interval=1)
     run(learning_rate=0.5, init_from='resume', max_iters=12, eval_interval=1)  # far too fast: it gets worse
     losses = {e['iter']: e['val_loss'] for e in read_log(tmp_path / 'run') if 'val_loss' in e}
-    best, last = (train.load_checkpoint(str(tmp_path / 'run' / name)) for name in ('best.pt', 'ckpt.pt'))
+    best, last = (load_checkpoint(str(tmp_path / 'run' / name)) for name in ('best.pt', 'ckpt.pt'))
     assert best['best_val_loss'] == last['best_val_loss'] == losses[best['step']] == min(losses.values()) < losses[12]
     assert last['step'] == 12
 
@@ -170,7 +171,7 @@ def test_names_of_a_compiled_or_wrapped_model_are_understood(run, tmp_path):
     for prefix in ('_orig_mod.', 'module.', 'module._orig_mod.'):
         renamed = {**whole, 'model': {prefix + name: weight for name, weight in whole['model'].items()}}
         torch.save(renamed, tmp_path / 'wrapped.pt')
-        model = train.build_model(train.load_checkpoint(str(tmp_path / 'wrapped.pt')))
+        model = train.build_model(load_checkpoint(str(tmp_path / 'wrapped.pt')))
         assert torch.equal(model.wte.weight, whole['model']['wte.weight'])
 
 
@@ -206,7 +207,7 @@ def test_fuzzed_checkpoints_load_whole_or_say_one_line(run, tmp_path):
         path = tmp_path / 'bad.pt'
         path.write_bytes(damaged(content, dice))
         try:
-            checkpoint = train.load_checkpoint(str(path))
+            checkpoint = load_checkpoint(str(path))
             train.build_model(checkpoint)
         except UserError as e:
             assert '\n' not in str(e) and 'bad.pt' in str(e)
@@ -228,7 +229,7 @@ def test_fuzzed_pickles_with_right_checksums_never_raise_anything_else(run, tmp_
             for name, content in members.items():
                 archive.writestr(name, damaged(content, dice) if name == key else content)
         try:
-            train.build_model(train.load_checkpoint(str(tmp_path / 'bad.pt')))
+            train.build_model(load_checkpoint(str(tmp_path / 'bad.pt')))
         except UserError as e:
             assert '\n' not in str(e)
 
@@ -257,31 +258,31 @@ def test_fuzzed_data_is_read_whole_or_named(dataset):
 # --- devices ---
 
 def test_devices_are_chosen_or_refused_with_the_reason(monkeypatch):
-    assert train.choose_device('cpu') == ('cpu', 'as set')
-    assert train.choose_dtype('auto', 'cpu')[0] == 'float32'
+    assert machine.choose_device('cpu') == ('cpu', 'as set')
+    assert machine.choose_dtype('auto', 'cpu')[0] == 'float32'
     with monkeypatch.context() as m:
         m.setattr(torch.cuda, 'is_available', lambda: False)
         m.setattr(torch.backends.mps, 'is_available', lambda: True)
-        assert train.choose_device('auto') == ('mps', 'MPS is available')
-        assert train.choose_dtype('auto', 'mps')[0] == 'float32'
+        assert machine.choose_device('auto') == ('mps', 'MPS is available')
+        assert machine.choose_dtype('auto', 'mps')[0] == 'float32'
         with pytest.raises(UserError, match='mps is trained in float32'):
-            train.choose_dtype('bfloat16', 'mps')
+            machine.choose_dtype('bfloat16', 'mps')
     with monkeypatch.context() as m:
         m.setattr(torch.cuda, 'is_available', lambda: True)
         m.setattr(torch.cuda, 'device_count', lambda: 2)
-        assert train.choose_device('auto')[0] == 'cuda' and train.choose_device('cuda:1')[0] == 'cuda:1'
+        assert machine.choose_device('auto')[0] == 'cuda' and machine.choose_device('cuda:1')[0] == 'cuda:1'
         with pytest.raises(UserError, match='2 CUDA devices'):
-            train.choose_device('cuda:2')
+            machine.choose_device('cuda:2')
         for has, dtype in [(True, 'bfloat16'), (False, 'float16')]:
             m.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation, has=has: has)
-            assert train.choose_dtype('auto', 'cuda')[0] == dtype
+            assert machine.choose_dtype('auto', 'cuda')[0] == dtype
         with pytest.raises(UserError, match='this GPU has none'):
-            train.choose_dtype('bfloat16', 'cuda')
+            machine.choose_dtype('bfloat16', 'cuda')
     with monkeypatch.context() as m:
-        m.setattr(train.shutil, 'which', lambda _: None)
-        assert train.choose_compile('auto', 'cuda') == (False, 'no C++ compiler is installed')
+        m.setattr(machine.shutil, 'which', lambda _: None)
+        assert machine.choose_compile('auto', 'cuda') == (False, 'no C++ compiler is installed')
         with pytest.raises(UserError, match='needs a C.. compiler'):
-            train.choose_compile('on', 'cpu')
+            machine.choose_compile('on', 'cpu')
 
 
 def test_a_terminal_without_unicode(tmp_path):

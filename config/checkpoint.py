@@ -1,0 +1,80 @@
+"""Checkpoints: all that sampling and resuming need, in plain containers and tensors, written whole or not at all."""
+import os
+import zipfile
+
+import torch
+
+from config import UserError
+
+VERSION = 1
+# what may change when a run is resumed; anything else would make it another run
+HARMLESS = {'out_dir', 'init_from', 'overwrite', 'max_iters', 'eval_interval', 'eval_only', 'log_interval', 'wandb_project',
+            'device', 'dtype', 'compile', 'threads', 'shard_optimizer', 'batch_size', 'grad_accum'}
+
+
+def first_line(error):
+    return (str(error).strip() or 'no detail').splitlines()[0]
+
+
+def save_checkpoint(path, checkpoint):
+    """Write to a temporary file and rename it, so that `path` is whole at every moment."""
+    try:
+        with open(path + '.tmp', 'wb') as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + '.tmp', path)
+    except (OSError, RuntimeError) as e:  # torch's zip writer turns a full disk into a RuntimeError
+        raise UserError(f'cannot write {path}: {e}; the file of the last save is untouched') from e
+
+
+def load_checkpoint(path, expected_method=None):
+    """Read a checkpoint with weights_only=True, so that a hostile file cannot run code. Raises UserError."""
+    if not os.path.isfile(path):
+        raise UserError(f'checkpoint {path} is not there: train one first, or give --out_dir')
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
+            broken = archive.testzip()
+        if broken:
+            raise zipfile.BadZipFile(f'checksum of {broken}')
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as e:  # a garbled pickle raises nearly anything
+        raise UserError(f'{path} is no checkpoint, is damaged, or holds more than tensors and plain values '
+                        f'({type(e).__name__}: {first_line(e)})') from e
+    if not isinstance(checkpoint, dict) or 'version' not in checkpoint:
+        raise UserError(f'{path} is not a checkpoint of this project')
+    if checkpoint['version'] != VERSION:
+        raise UserError(f'{path} has layout {checkpoint["version"]!r}, this code reads layout {VERSION}')
+    for name, kind in dict(method=str, model_config=dict, model=dict, meta=dict, step=int, settings=dict).items():
+        if not isinstance(checkpoint.get(name), kind):
+            raise UserError(f'{path} lacks {name}: it is no checkpoint of this project or is damaged')
+    if expected_method and checkpoint['method'] != expected_method:
+        raise UserError(f'{path} is a {checkpoint["method"]} model, not {expected_method}')
+    # names as a compiled or wrapped model has them
+    checkpoint['model'] = {str(name).replace('_orig_mod.', '').removeprefix('module.'): tensor
+                           for name, tensor in checkpoint['model'].items()}
+    return checkpoint
+
+
+def merge_resumed(settings, model_settings, given, checkpoint):
+    """Settings of a resumed run: the saved ones, and of those given now the harmless ones; another one is refused.
+
+    Returns (settings, the harmless changes as text).
+    """
+    saved = {**checkpoint['settings'], **checkpoint['model_config']}
+    now = {**settings, **model_settings}
+    changed = [name for name in sorted(given) if name in saved and now[name] != saved[name] and name != 'init_from']
+    rows = [s['batch_size'] * s['grad_accum'] for s in (saved, {**saved, **{name: now[name] for name in given}})]
+    for name in changed:
+        if name not in HARMLESS or (name in ('batch_size', 'grad_accum') and rows[0] != rows[1]):
+            raise UserError(f'{name} = {now[name]!r}: the run to resume has {saved[name]!r}, and to change it would make it '
+                            f'another run; leave it out, or start anew with --init_from=CHECKPOINT and another out_dir')
+    merged = {name: saved.get(name, value) if name not in given else value for name, value in settings.items()}
+    return merged, ', '.join(f'{name} = {now[name]!r} (was {saved[name]!r})' for name in changed)
+
+
+def check_same_tokenizer(old, new):
+    """A model can go on only with the tokens that it knows; special tokens may be added behind them."""
+    old, new = ({k: v for k, v in meta['tokenizer'].items() if k != 'special'} for meta in (old, new))
+    if old != new:
+        raise UserError('init_from: the checkpoint was trained with another tokenizer than the data set has')

@@ -1,0 +1,85 @@
+"""What the machine has: device, precision and compiler, each chosen or refused with the reason."""
+import os
+import shutil
+
+import torch
+
+from config import UserError
+
+# bfloat16 peak of one device in FLOP/s, for model FLOPs utilisation
+PEAK_FLOPS = {'A100': 312e12, 'H100': 989e12, 'H200': 989e12, 'B200': 2250e12, '4090': 165e12}
+
+
+def choose_device(name):
+    """(device, reason). Raises UserError if the named device is absent."""
+    if name == 'auto':
+        if torch.cuda.is_available():
+            return 'cuda', 'CUDA is available'
+        if torch.backends.mps.is_available():
+            return 'mps', 'MPS is available'
+        return 'cpu', 'neither CUDA nor MPS is available'
+    kind, _, index = name.partition(':')
+    present = {'cpu': 1, 'cuda': torch.cuda.device_count(), 'mps': int(torch.backends.mps.is_available())}
+    if kind not in present or (index and not index.isdigit()):
+        raise UserError(f'device = {name!r}: choose auto, cpu, cuda, cuda:N or mps')
+    if int(index or 0) >= present[kind]:
+        raise UserError(f'device = {name!r} is absent: this machine has {present["cuda"]} CUDA devices and '
+                        f'{"an" if present["mps"] else "no"} MPS device; --device=cpu always works')
+    return name, 'as set'
+
+
+def choose_dtype(name, device):
+    """(dtype name, reason). Raises UserError for a name or combination that does not exist."""
+    if name not in ('auto', 'float32', 'bfloat16', 'float16'):
+        raise UserError(f'dtype = {name!r}: choose auto, float32, bfloat16 or float16')
+    bf16 = device.startswith('cuda') and torch.cuda.is_bf16_supported(including_emulation=False)
+    if name == 'bfloat16' and device.startswith('cuda') and not bf16:
+        raise UserError('dtype = bfloat16: this GPU has none; use float16 or float32')
+    if name not in ('auto', 'float32') and device == 'mps':
+        raise UserError(f'dtype = {name!r}: mps is trained in float32 here')
+    if name != 'auto':
+        return name, 'as set'
+    if not device.startswith('cuda'):
+        return 'float32', f'half precision gains little on {device}'
+    return ('bfloat16', 'the GPU has it') if bf16 else ('float16', 'the GPU has no bfloat16')
+
+
+def choose_compile(name, device):
+    """(use torch.compile, reason). Raises UserError if it is wanted and cannot work."""
+    if name not in ('auto', 'on', 'off'):
+        raise UserError(f'compile = {name!r}: choose auto, on or off')
+    compiler = next(filter(shutil.which, [os.environ.get('CXX', 'c++'), 'g++', 'clang++', 'cl']), None)
+    if name == 'on' and not compiler:
+        raise UserError('compile = on needs a C++ compiler and none is installed; install one, or use --compile=off')
+    if name != 'auto':
+        return name == 'on', 'as set'
+    if not compiler:
+        return False, 'no C++ compiler is installed'
+    if not device.startswith('cuda'):
+        return False, f'it takes minutes to start and gains little on {device}'
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False, 'Triton is not installed'
+    return True, 'CUDA with Triton'
+
+
+def check_memory(model, batch_size, device, dtype):
+    """Raises UserError if not even the activations of a micro-batch can fit, instead of letting the system kill us."""
+    if device.startswith('cuda'):
+        have = torch.cuda.get_device_properties(device).total_memory
+    elif device == 'cpu' and hasattr(os, 'sysconf'):
+        have = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    else:
+        return
+    need = model.activation_bytes(batch_size, 4 if dtype == 'float32' else 2)
+    if need > have:
+        sizes = {'batch_size': batch_size, **{name: getattr(model.config, name) for name in model.config.row_settings}}
+        raise UserError(f'{", ".join(f"{name} = {n}" for name, n in sizes.items())}: a step needs about '
+                        f'{need / 1e9:.0f} GB or more, {device} has {have / 1e9:.0f} GB: lower one of them')
+
+
+def peak_flops(device):
+    """bfloat16 FLOP/s of the device, 0.0 where the list above does not have it."""
+    name = torch.cuda.get_device_name(device) if device.startswith('cuda') else ''
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
