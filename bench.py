@@ -103,10 +103,10 @@ def generate():
     """256 tokens after a prompt of 16, with the KV cache and without."""
     model, _ = build('gpt', **dict(SMALL, block_size=512))
     prompts = [list(range(16))]
-    times = {use_cache: statistics.median(seconds(lambda: model.generate(prompts, 256, use_cache=use_cache))
-                                          for _ in range(3)) for use_cache in (True, False)}
-    print(f'{"generating 256 tokens":32s} cached {times[True]:.2f} s, uncached {times[False]:.2f} s, '
-          f'{times[False] / times[True]:.1f} times faster')
+    times = [[seconds(lambda: model.generate(prompts, 256, use_cache=use_cache)) for use_cache in (True, False)]
+             for _ in range(3)]
+    cached, uncached = (statistics.median(t) for t in zip(*times))
+    print(f'{"generating 256 tokens":32s} cached {cached:.2f} s, uncached {uncached:.2f} s, {uncached / cached:.1f} times faster')
 
 
 PARTS = {'train': train, 'cyb': cyb, 'generate': generate}
@@ -116,6 +116,9 @@ def main(argv):
     settings, _, _ = config.load(__file__, argv)
     if settings['part'] not in ('all', *PARTS):
         raise UserError(f'part = {settings["part"]!r}: choose all, {", ".join(PARTS)}')
+    for name in ('rounds', 'batch_size', 'threads'):
+        if settings[name] < 1:
+            raise UserError(f'{name} = {settings[name]}: must be at least 1')
     settings['device'] = choose_device(settings['device'])[0]
     globals().update(settings)
     torch.set_num_threads(threads)

@@ -211,13 +211,13 @@ class SlotRows:
 
 class CYB(GPT):
     sampling = (*GPT.sampling, 'pace', 'threshold', 'skip_unused_pauses')
-    effort_unit = 'slots'
 
     def __init__(self, config):
         super().__init__(config)
         # created after the core, so that the core starts from the same weights as a plain GPT of the same seed
         self.omega = stopping_distribution(config.omega, config.W)
         self.gamma = [config.gamma0 ** i for i in range(config.W)]
+        self.effort_unit = 'slots' if config.objective == 'cyb' and config.W > 1 else None
         if config.W > 1:
             self.pauses = nn.Parameter(torch.randn(config.W - 1, config.n_embd) * 0.02)
         if config.objective == 'cyb':
@@ -359,9 +359,7 @@ class CYB(GPT):
             yield [answer and answer[0] for answer in step]
 
     def effort(self, prompts, new):
-        """The slots that the last call of stream took for each new token; see GPT.effort."""
-        if self.config.objective == 'tbys' or self.config.W == 1:
-            return super().effort(prompts, new)
+        """The slots that the last call of stream took for each new token, None for the prompts: a list per row."""
         return [[None] * len(p) + s[:len(n)] for p, n, s in zip(prompts, new, self.slots)]
 
     # --- training ---

@@ -34,11 +34,11 @@ class GPTConfig:
         for name in ('block_size', 'n_layer', 'n_head', 'n_embd'):
             if getattr(self, name) < 1:
                 raise UserError(f'{name} = {getattr(self, name)}: must be at least 1')
-        if self.n_embd % self.n_head:
-            raise UserError(f'n_embd = {self.n_embd} is not divisible by n_head = {self.n_head}: '
-                            f'try n_embd = {self.n_embd // self.n_head * self.n_head or self.n_head}')
-        if not self.learned_positions and self.n_embd // self.n_head % 2:
-            raise UserError(f'n_embd / n_head = {self.n_embd // self.n_head}: rotary positions need an even head width')
+        step = self.n_head * (1 if self.learned_positions else 2)  # rotary positions turn pairs of channels
+        if self.n_embd % step:
+            raise UserError(f'n_embd = {self.n_embd} is not divisible by n_head = {self.n_head}'
+                            + ('' if self.learned_positions else ' into heads of even width')
+                            + f': try n_embd = {max(step, self.n_embd // step * step)}')
         if not 0 <= self.dropout < 1:
             raise UserError(f'dropout = {self.dropout}: must be in [0, 1)')
         if self.rope_base <= 1:
@@ -116,6 +116,8 @@ class CausalSelfAttention(nn.Module):
             q, k, v = F.pad(q, (0, 1), value=1.0), torch.cat((k, channel), dim=-1), F.pad(v, (0, 1))
         if cache is not None:
             k, v = cache.append(k, v)
+        if mask is None:
+            mask = causal_mask(S, k.size(2), device=x.device)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and S == k.size(2),
                                            dropout_p=self.dropout if self.training else 0.0, scale=D ** -0.5)
         return self.resid_dropout(self.c_proj(y[..., :D].transpose(1, 2).reshape(B, S, C)))
@@ -150,6 +152,9 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     sampling = ('temperature', 'top_k', 'top_p')  # what stream takes beside stop_token
+    # a model that does not spend the same on every token names the unit, and has effort(prompts, new): for lists of
+    # token lists what it spent on each token of prompts + new, a list of ints per row, None where it is not known
+    effort_unit = None
 
     def __init__(self, config):
         super().__init__()
@@ -219,8 +224,8 @@ class GPT(nn.Module):
             positions = torch.arange(past, past + T, device=idx.device)[None]
             if pad is not None:
                 positions = ((~pad).cumsum(1) - 1).clamp(min=0)[:, past:]
-        if mask is None:
-            mask = causal_mask(T, past + T, pad, idx.device)
+        if mask is None and pad is not None:
+            mask = causal_mask(T, past + T, pad)
         x, rope = self.embed(idx, positions), self.rope(positions)
         for i, block in enumerate(self.blocks):
             x = block(x, rope, mask, cache=cache[i] if cache else None)
@@ -288,11 +293,6 @@ class GPT(nn.Module):
                     row.append(token)
         return out
 
-    def effort(self, prompts, new):
-        """What the model spent on each token of prompts + new (lists of token lists): a list of ints per row, None
-        where it is not known, in units of self.effort_unit. Raises UserError where every token costs the same."""
-        raise UserError('this model spends the same on every token: there is nothing to show')
-
     # --- training ---
 
     def param_groups(self, weight_decay):
@@ -352,7 +352,7 @@ def left_pad(rows, device):
 
 def sample_token(logits, temperature, top_k=0, top_p=1.0):
     """One token per row of logits (B,V) -> (B,)."""
-    if temperature == 0:
+    if temperature < 1e-6:  # 0, or so cold that dividing by it would overflow
         return logits.argmax(dim=-1)
     logits = logits / temperature
     if top_k:

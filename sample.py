@@ -11,6 +11,7 @@ from config import UserError
 from config.checkpoint import load_checkpoint
 from config.machine import choose_device
 from data import Tokenizer
+from model import check_sampling
 from train import METHODS, build_model
 
 out_dir = 'out/tb_small'  # the run whose checkpoint is read
@@ -43,7 +44,8 @@ def coloured(tokenizer, tokens, effort, unit, terminal):
         return f'{tokenizer.decode(tokens)}\n{unit} per token: {pairs}\nmean {unit} per token: {mean:.2f}'
 
     def paint(text, e):
-        back, front = COLOURS[min(e, len(COLOURS)) - 1 if e else 0]
+        back, front = COLOURS[min(e, len(COLOURS)) - 1]
+        text = text.replace('\n', '\u21b5\n')  # a line break has a colour too
         return '\n'.join(f'\033[48;5;{back}m\033[38;5;{front}m{line}\033[0m' if line else '' for line in text.split('\n'))
     text = ''.join(tokenizer.decode([t]) if e is None else paint(tokenizer.decode([t]), e) for t, e in zip(tokens, effort))
     legend = ' '.join(paint(f' {e} ', e) for e in sorted(set(known)))
@@ -56,6 +58,8 @@ def main(argv):
     for name in ('num_samples', 'max_new_tokens'):
         if settings[name] < 1:
             raise UserError(f'{name} = {settings[name]}: must be at least 1')
+    if not 0 <= seed < 2 ** 63:
+        raise UserError(f'seed = {seed}: must be from 0 to 2^63 - 1')
     path = checkpoint or f'{out_dir}/ckpt.pt'
     saved = load_checkpoint(path)
     model = build_model(saved, path).to(choose_device(device)[0]).eval()
@@ -78,6 +82,9 @@ def main(argv):
     sampling = {name: settings[name] for name in model.sampling}
     sampling['stop_token'] = stop_ids[0] if stop_ids else None
     prompts, new = [ids] * num_samples, [[] for _ in range(num_samples)]
+    check_sampling(prompts, temperature, top_k, top_p)  # before anything is printed
+    if show and not model.effort_unit:
+        raise UserError('show = True: this model spends the same on every token, there is nothing to show')
     live = num_samples == 1 and not show  # a single text is written out while it is made
     if live:
         print(text, end='', flush=True)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from config import UserError
 from model import GPT, GPTConfig
 
-MIN_LOG_SCORE = -20.0  # a single fork or keep score never falls below exp(-20), so its log keeps a finite gradient
+MIN_LOG_SCORE = -20.0  # no single fork or keep score falls below exp(-20): no live stream ever looks like padding
 PAD = -1e4  # log_p of a stream that is padding: exp(PAD) is 0, hence nobody attends to it and nothing updates it
 
 
@@ -35,8 +35,10 @@ class ThoughtbubblesConfig(GPTConfig):
                                 f'give whole numbers from 0 to {self.n_layer - 1}')
         if len(set(self.fork_layers)) < len(self.fork_layers):
             raise UserError(f'fork_layers = {self.fork_layers}: each layer may be named once')
-        if not 1 <= self.kappa < math.inf:
-            raise UserError(f'kappa = {self.kappa}: every token keeps its original, so the budget is at least 1')
+        if not 1 <= self.kappa <= 1e6:
+            raise UserError(f'kappa = {self.kappa}: must be at least 1, since every token keeps its original, and at most 1e6')
+        if not math.isfinite(self.keep_bias):
+            raise UserError(f'keep_bias = {self.keep_bias}: must be a number')
         if self.merge not in ('probs', 'residual', 'rightmost'):
             raise UserError(f'merge = {self.merge!r}: choose probs, residual or rightmost')
         if self.copies < 1:
@@ -114,13 +116,12 @@ class Fork(nn.Module):
 
 
 class Thoughtbubbles(GPT):
-    effort_unit = 'streams'
-
     def __init__(self, config):
         super().__init__(config)
         # created after the core, so that the core starts from the same weights as a plain GPT of the same seed
         self.forks = nn.ModuleDict({str(layer): Fork(config) for layer in sorted(config.fork_layers)})
         self.plain = not self.forks and config.copies == 1  # one stream per token: the plain GPT
+        self.effort_unit = None if self.plain else 'streams'
 
     def budget(self, tokens):
         return math.ceil(round(self.config.kappa * tokens, 6))  # rounded first: 1.1 * 10 is not 11 in floating point
@@ -210,12 +211,8 @@ class Thoughtbubbles(GPT):
 
     @torch.no_grad()
     def effort(self, prompts, new):
-        """How many streams each token of prompts + new holds after the last block; see GPT.effort.
-
-        Only the last block_size tokens are read, as in generation; the ones before are None.
-        """
-        if self.plain:
-            return super().effort(prompts, new)
+        """How many streams each token of prompts + new holds after the last block, in one pass over the last block_size
+        tokens of the finished text; the ones before are None. Lists of ints, one per row."""
         held = []
         for text in map(lambda p, n: list(p) + list(n), prompts, new):
             idx = torch.tensor([text[-self.config.block_size:]], device=self.wte.weight.device)

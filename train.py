@@ -18,7 +18,7 @@ from tqdm import tqdm
 import config
 import data
 from config import UserError
-from config.checkpoint import VERSION, check_same_tokenizer, first_line, load_checkpoint, merge_resumed, save_checkpoint
+from config.checkpoint import VERSION, check_same_tokenizer, first_line, load_checkpoint, merge_resumed, save_checkpoint, starting_shape
 from config.machine import check_memory, choose_compile, choose_device, choose_dtype, peak_flops
 from cyb import CYB, CYBConfig
 from model import GPT, GPTConfig
@@ -64,6 +64,18 @@ METHODS = {
 }
 
 
+def read_log(path):
+    """The entries of log.jsonl; a line that a crash left broken is passed over."""
+    entries = []
+    with open(path, encoding='utf-8', errors='replace') as f:
+        for line in f:
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                print(f'{path}: passing over a broken line')
+    return [e for e in entries if isinstance(e, dict) and 'iter' in e]
+
+
 def registered(checkpoint, path):
     """(config class, model class, batch source) of a checkpoint's method. Raises UserError if it is unknown."""
     if checkpoint['method'] not in METHODS:
@@ -93,6 +105,9 @@ def learning_rate_at(step):
 def main(argv):
     settings, model_settings, given = config.load(__file__, argv, {name: entry[0] for name, entry in METHODS.items()})
     ckpt_path, best_path, log_path = (os.path.join(settings['out_dir'], name) for name in ('ckpt.pt', 'best.pt', 'log.jsonl'))
+    if settings['init_from'] not in ('scratch', 'resume', 'auto') and not os.path.exists(settings['init_from']):
+        raise UserError(f'init_from = {settings["init_from"]!r}: choose scratch, resume, auto or the path of a checkpoint '
+                        'that is there')
     resume = settings['init_from'] == 'resume' or (settings['init_from'] == 'auto' and os.path.exists(ckpt_path))
     checkpoint, changes = None, ''
     if resume:
@@ -106,12 +121,25 @@ def main(argv):
     for name in ('max_iters', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip', 'seed', 'threads'):
         if not 0 <= settings[name] < math.inf:
             raise UserError(f'{name} = {settings[name]}: must be 0 or more')
+    if min_lr > learning_rate:
+        raise UserError(f'min_lr = {min_lr} is above learning_rate = {learning_rate}: lower it too')
+    if seed >= 2 ** 63:
+        raise UserError(f'seed = {seed}: must be below 2^63')
     for name in ('beta1', 'beta2'):
         if not 0 <= settings[name] < 1:
             raise UserError(f'{name} = {settings[name]}: must be in [0, 1)')
-    if not resume and not eval_only and init_from != 'resume' and os.path.exists(ckpt_path) and not overwrite:
-        raise UserError(f'out_dir = {out_dir!r} holds a checkpoint already: --init_from=resume goes on with it, '
+    if not resume and not eval_only and not overwrite and any(map(os.path.exists, (ckpt_path, best_path, log_path))):
+        raise UserError(f'out_dir = {out_dir!r} holds a run already: --init_from=resume goes on with it, '
                         '--overwrite replaces it, --out_dir=... leaves it alone')
+    if wandb_project:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError('wandb_project is set, but wandb is not installed: pip install wandb') from None
+    if init_from in ('scratch', 'auto') and not resume:
+        config_class(**model_settings)  # says what is wrong with it before any data is prepared
+        if eval_only:
+            print(f'init_from = {init_from!r}: evaluating untrained weights')
 
     # processes: torchrun sets RANK, LOCAL_RANK and WORLD_SIZE
     ddp = 'RANK' in os.environ
@@ -151,7 +179,7 @@ def main(argv):
         if init_from not in ('scratch', 'auto'):  # the checkpoint to start from gives the core's shape
             checkpoint = load_checkpoint(init_from)
             shared = fields(config_class if checkpoint['method'] == method else GPTConfig)
-            shape = {f.name: checkpoint['model_config'][f.name] for f in shared}
+            shape = starting_shape(checkpoint, init_from, model_settings, {f.name for f in shared})
             if checkpoint['method'] == 'gpt':
                 shape.update(config_class.from_gpt)
             shape['vocab_size'] = max(shape['vocab_size'], meta['vocab_size'])
@@ -206,19 +234,14 @@ def main(argv):
             os.makedirs(out_dir, exist_ok=True)
             kept = []
             if resume and os.path.exists(log_path):  # drop what came after the checkpoint: it is run again
-                with open(log_path, encoding='utf-8') as f:
-                    entries = [json.loads(line) for line in f if line.endswith('\n')]
-                kept = [e for e in entries if e['iter'] < step or (e['iter'] == step and 'train_loss' in e)]
+                evaluated_again = step % eval_interval == 0 or step >= max_iters
+                kept = [e for e in read_log(log_path) if e['iter'] < step or (
+                    e['iter'] == step and not ('val_loss' in e and evaluated_again))]
             data.write_file(log_path, ''.join(json.dumps(e) + '\n' for e in kept))
             log = open(log_path, 'a', encoding='utf-8', buffering=1)
         except OSError as e:
             raise UserError(f'out_dir = {out_dir!r} cannot be written: {e.strerror}') from e
-    wandb = None
     if wandb_project and is_main:
-        try:
-            import wandb
-        except ImportError:
-            raise UserError('wandb_project is set, but wandb is not installed: pip install wandb') from None
         wandb.init(project=wandb_project, name=os.path.basename(out_dir), config={**settings, **asdict(model_config)})
     bar = tqdm(total=max_iters, initial=step, disable=not (is_main and sys.stderr.isatty() and not eval_only), unit='step')
     say_line = tqdm.write if not bar.disable else say
@@ -226,7 +249,7 @@ def main(argv):
     def record(**entry):
         if log:
             log.write(json.dumps(entry) + '\n')
-        if wandb:
+        if wandb_project and is_main:
             wandb.log(entry, step=entry['iter'])
 
     def save(path):
@@ -245,6 +268,7 @@ def main(argv):
         total = torch.zeros(1, dtype=torch.float64)
         for first in range(rank * batch_size, batches.n_val, world * batch_size):
             rows = list(range(first, min(first + batch_size, batches.n_val)))
+            torch.manual_seed(first)  # a model that draws at random draws the same at every evaluation
             with autocast:
                 loss = raw_model(*(t.to(run_device) for t in batches.val_batch(rows)))[1]
             total += loss.item() * len(rows)
@@ -260,8 +284,7 @@ def main(argv):
         if stop and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.append(number)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    handlers = {} if eval_only else {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
 
     # the loop
     model.train()
@@ -288,7 +311,7 @@ def main(argv):
             rows = list(range(micro * batch_size, (micro + 1) * batch_size))
             batch = [t.to(run_device) for t in batches.train_batch(step, rows)]
             # dropout depends on (seed, step, micro-batch) alone: the same on any number of processes, and after a resume
-            torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + micro)
+            torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + micro) % 2 ** 63)
             if ddp:  # gradients are exchanged once per step; must be set before the forward pass
                 model.require_backward_grad_sync = micro + world >= grad_accum
             with autocast:
@@ -328,6 +351,8 @@ def main(argv):
             break
 
     bar.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     if step >= max_iters and not eval_only:
         save(ckpt_path)  # once more, now that the best loss is known
     if is_main and step >= max_iters and not eval_only:

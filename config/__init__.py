@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import math
 import os
 import re
 import runpy
@@ -56,6 +57,8 @@ def convert(name, value, setting, where):
     """`value` as the setting's type. Text from the command line is parsed; a value from a config file must fit."""
     for kind in sorted(setting.types, key=lambda t: t is str):  # text last: it takes anything
         try:
+            if isinstance(value, float) and not math.isfinite(value):
+                break
             if isinstance(value, str) and kind is not str:
                 return parse(value, kind)
             if isinstance(value, (list, tuple)) and kind is tuple:
@@ -84,6 +87,8 @@ def parse(text, kind):
             raise ValueError
         return int(float(text))
     if kind is float:
+        if not math.isfinite(float(text)):
+            raise ValueError
         return float(text)
     numbers = [part.strip() for part in text.strip('()[]').split(',') if part.strip()]
     return tuple(int(n) if re.fullmatch(r'[+-]?\d+', n) else float(n) for n in numbers)
@@ -99,7 +104,7 @@ def load(script, argv, methods=None):
     """Settings of `script` after config files and command line.
 
     methods: {name: config class} where the setting `method` chooses whose fields are settings too.
-    Returns (settings of the script, settings of the method's config that were given, names of all that were given).
+    Returns (settings of the script, settings of the method's config that were given, {name: where it was given}).
     Raises UserError on an unknown name or a value of the wrong type; prints the settings and exits on --help.
     """
     known = script_settings(script)
@@ -128,7 +133,7 @@ def load(script, argv, methods=None):
     model_known = {}
     if methods:
         method, where = given.get('method', (known['method'].default, ''))
-        if method not in methods:
+        if not isinstance(method, str) or method not in methods:
             raise UserError(f'{where}: method = {method!r}: choose one of {", ".join(methods)}')
         model_known = class_settings(methods[method])
     if help_wanted:
@@ -139,23 +144,25 @@ def load(script, argv, methods=None):
         if name not in known and name not in model_known:
             owner = [m for m, c in (methods or {}).items() if name in class_settings(c)]
             if owner:
-                raise UserError(f'{where}: {name} is a setting of method {" or ".join(owner)}, not of {method}')
+                raise UserError(f'{where}: {name} is a setting of method {" or ".join(owner)}, not of {method}; '
+                                f'add --method={owner[0]}')
             raise unknown(name, [*known, *model_known], where)
         target, setting = (settings, known[name]) if name in known else (model_settings, model_known[name])
         target[name] = convert(name, value, setting, where)
-    return settings, model_settings, set(given)
+    return settings, model_settings, {name: where for name, (_, where) in given.items()}
 
 
 def read_config_file(path):
     """The public names a config file defines. Raises UserError if it is missing or does not run."""
-    if not os.path.isfile(path):
+    if not os.path.isfile(path) or not path.endswith('.py'):
         folder = os.path.dirname(path) or '.'
-        near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder) if os.path.isdir(folder) else [], n=1)
+        files = [f for f in os.listdir(folder) if f.endswith('.py')] if os.path.isdir(folder) else []
+        near = difflib.get_close_matches(os.path.basename(path), files, n=1)
         hint = f'did you mean {os.path.join(folder, near[0])}?' if near else 'settings are given as --key=value'
-        raise UserError(f'config file {path!r} is not there; {hint}')
+        raise UserError(f'config file {path!r} is not there or is no .py file; {hint}')
     try:
         names = runpy.run_path(path)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise UserError(f'config file {path} does not run: {type(e).__name__}: {e}') from e
     return {name: value for name, value in names.items()
             if not name.startswith('_') and not inspect.ismodule(value)}
@@ -171,7 +178,8 @@ def print_help(script, known, methods):
         if settings:
             print(title)
         for name, s in settings.items():
-            print(f'  --{name}={s.default if s.types != (tuple,) else ",".join(map(str, s.default))}'.ljust(36), s.comment)
+            default = ','.join(map(str, s.default)) if s.types == (tuple,) else str(s.default).replace('\n', '\\n')
+            print(f'  --{name}={default}'.ljust(36), s.comment)
 
 
 def run(main):

@@ -7,7 +7,8 @@ import torch
 from config import UserError
 
 VERSION = 1
-# what may change when a run is resumed; anything else would make it another run
+# what may change when a run is resumed, though not always bit for bit: max_iters bends the learning rate's cosine, dtype
+# the rounding, and batch_size against grad_accum the dropout; anything else would make it another run
 HARMLESS = {'out_dir', 'init_from', 'overwrite', 'max_iters', 'eval_interval', 'eval_only', 'log_interval', 'wandb_project',
             'device', 'dtype', 'compile', 'threads', 'shard_optimizer', 'batch_size', 'grad_accum'}
 
@@ -25,6 +26,8 @@ def save_checkpoint(path, checkpoint):
             os.fsync(f.fileno())
         os.replace(path + '.tmp', path)
     except (OSError, RuntimeError) as e:  # torch's zip writer turns a full disk into a RuntimeError
+        if os.path.exists(path + '.tmp'):
+            os.remove(path + '.tmp')
         raise UserError(f'cannot write {path}: {e}; the file of the last save is untouched') from e
 
 
@@ -50,6 +53,8 @@ def load_checkpoint(path, expected_method=None):
             raise UserError(f'{path} lacks {name}: it is no checkpoint of this project or is damaged')
     if expected_method and checkpoint['method'] != expected_method:
         raise UserError(f'{path} is a {checkpoint["method"]} model, not {expected_method}')
+    if not isinstance(checkpoint['meta'].get('tokenizer'), dict):
+        raise UserError(f'{path} lacks the tokenizer: it is no checkpoint of this project or is damaged')
     # names as a compiled or wrapped model has them
     checkpoint['model'] = {str(name).replace('_orig_mod.', '').removeprefix('module.'): tensor
                            for name, tensor in checkpoint['model'].items()}
@@ -61,16 +66,30 @@ def merge_resumed(settings, model_settings, given, checkpoint):
 
     Returns (settings, the harmless changes as text).
     """
+    if not {'optimizer', 'best_val_loss', 'scaler'} <= checkpoint.keys():
+        raise UserError('the checkpoint to resume lacks the optimizer: start from its weights with --init_from=CHECKPOINT')
     saved = {**checkpoint['settings'], **checkpoint['model_config']}
     now = {**settings, **model_settings}
     changed = [name for name in sorted(given) if name in saved and now[name] != saved[name] and name != 'init_from']
     rows = [s['batch_size'] * s['grad_accum'] for s in (saved, {**saved, **{name: now[name] for name in given}})]
     for name in changed:
         if name not in HARMLESS or (name in ('batch_size', 'grad_accum') and rows[0] != rows[1]):
-            raise UserError(f'{name} = {now[name]!r}: the run to resume has {saved[name]!r}, and to change it would make it '
-                            f'another run; leave it out, or start anew with --init_from=CHECKPOINT and another out_dir')
+            raise UserError(f'{given[name]}: {name} = {now[name]!r}: the run to resume has {saved[name]!r}, and to change it '
+                            f'would make it another run; leave it out, or start anew with --init_from=CHECKPOINT and another out_dir')
     merged = {name: saved.get(name, value) if name not in given else value for name, value in settings.items()}
     return merged, ', '.join(f'{name} = {now[name]!r} (was {saved[name]!r})' for name in changed)
+
+
+def starting_shape(checkpoint, path, given, shared):
+    """Model settings of a run that starts from a checkpoint: its own, as far as they are among `shared` names.
+
+    Raises UserError for a given one that would misread the weights.
+    """
+    shape = {name: value for name, value in checkpoint['model_config'].items() if name in shared}
+    for name in ('n_layer', 'n_head', 'n_embd', 'bias', 'learned_positions', 'rope_base', 'tie_weights'):
+        if name in given and given[name] != shape[name]:
+            raise UserError(f'{name} = {given[name]!r}: {path} has {shape[name]!r}; leave it out to start from that checkpoint')
+    return shape
 
 
 def check_same_tokenizer(old, new):

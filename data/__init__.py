@@ -62,14 +62,28 @@ class Tokenizer:
 def write_file(path, content):
     """Write bytes or text so that the file is either whole or not there: to a temporary name, then renamed."""
     mode, options = ('wb', {}) if isinstance(content, bytes) else ('w', {'encoding': 'utf-8', 'newline': '\n'})
+    temporary = f'{path}.{os.getpid()}.tmp'  # runs that start together may prepare the same data set
     try:
-        with open(path + '.tmp', mode, **options) as f:
+        with open(temporary, mode, **options) as f:
             f.write(content)
             f.flush()
             os.fsync(f.fileno())
-        os.replace(path + '.tmp', path)
+        os.replace(temporary, path)
     except OSError as e:
         raise UserError(f'cannot write {path}: {e.strerror}') from e
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+
+
+def announce(folder, meta):
+    """Before the files of a data set are written: take away a meta.json that would not fit them."""
+    path = os.path.join(folder, 'meta.json')
+    if os.path.exists(path):
+        with open(path, encoding='utf-8', errors='replace') as f:
+            if f.read() == json.dumps(meta, indent=1):  # the same data: another run may be reading it already
+                return
+        os.remove(path)
 
 
 def write_text_dataset(folder, text, tokenizer_spec, source, val_fraction=0.1):
@@ -77,16 +91,16 @@ def write_text_dataset(folder, text, tokenizer_spec, source, val_fraction=0.1):
     tokenizer = Tokenizer(tokenizer_spec)
     n = int(len(text) * (1 - val_fraction))
     splits = {'train': tokenizer.encode(text[:n]), 'val': tokenizer.encode(text[n:])}
-    if os.path.exists(os.path.join(folder, 'meta.json')):
-        os.remove(os.path.join(folder, 'meta.json'))
     crc32 = {'tokenizer': zlib.crc32(json.dumps(tokenizer_spec).encode())}
-    for split, ids in splits.items():
-        content = np.array(ids, dtype='<u2').tobytes()
+    contents = {split: np.array(ids, dtype='<u2').tobytes() for split, ids in splits.items()}
+    for split, content in contents.items():
         crc32[split + '.bin'] = zlib.crc32(content)
-        write_file(os.path.join(folder, split + '.bin'), content)
     meta = {'kind': 'text', 'tokenizer': tokenizer_spec, 'vocab_size': tokenizer.vocab_size, 'source': source,
             'sha256': hashlib.sha256(text.encode('utf-8')).hexdigest(), 'characters': len(text),
             'train_tokens': len(splits['train']), 'val_tokens': len(splits['val']), 'crc32': crc32}
+    announce(folder, meta)
+    for split, content in contents.items():
+        write_file(os.path.join(folder, split + '.bin'), content)
     write_file(os.path.join(folder, 'meta.json'), json.dumps(meta, indent=1))
     print(f'{folder}: {meta["train_tokens"]:,} training and {meta["val_tokens"]:,} validation tokens, '
           f'vocabulary {meta["vocab_size"]}, from {source}')

@@ -64,7 +64,7 @@ DEFAULTS = dict(steps=100, rate=0.5, name='a', flag=False, layers=(1, 2), method
 def test_settings_come_from_defaults_files_and_the_command_line(load, argv, changed, model):
     settings, model_settings, given = load(*argv)
     assert settings == {**DEFAULTS, **changed} and model_settings == model
-    assert given >= set(changed) | set(model)
+    assert set(given) >= set(changed) | set(model)
     assert all(type(settings[name]) is type(default) for name, default in DEFAULTS.items())
 
 
@@ -76,8 +76,9 @@ def test_settings_come_from_defaults_files_and_the_command_line(load, argv, chan
     (['--rate=fast'], 'expected a number'), (['--flag=perhaps'], 'expected True or False'),
     (['--layers=1,x'], 'numbers separated by commas'),
     (['--method=other'], "'other': choose one of plain, fancy"),
-    (['--omega=last'], 'omega is a setting of method fancy, not of plain'),
+    (['--omega=last'], 'omega is a setting of method fancy, not of plain; add --method=fancy'),
     (['--method=fancy', '--omega=first', '--wdth=3'], 'did you mean width'),
+    (['--rate=nan'], 'expected a number'), (['--rate=inf'], 'expected a number'), (['script'], 'is no .py file'),
     (['missing.py'], 'missing.py.* is not there'), (['basee.py'], 'did you mean .*base.py'),
     (['--inner=2'], "no setting 'inner'"), (['--TABLE=2'], 'no setting'),
 ])
@@ -90,7 +91,8 @@ def test_wrong_settings_are_named_with_the_way_out(load, argv, message):
 @pytest.mark.parametrize('source, message', [
     ('stepz = 3\n', 'wrong.py.*stepz.*did you mean steps'), ('steps = "3x"\n', 'expected a whole number'),
     ('steps = True\n', 'expected a whole number'), ('flag = 1\n', 'expected True or False'),
-    ('steps = (\n', 'does not run: SyntaxError'), ('steps = 1/0\n', 'ZeroDivisionError')])
+    ('steps = (\n', 'does not run: SyntaxError'), ('raise SystemExit(3)\n', 'SystemExit'), ('method = ["plain"]\n', 'choose one of plain'),
+    ('rate = float("nan")\n', 'expected a number'), ('steps = 1/0\n', 'ZeroDivisionError')])
 def test_wrong_config_files_are_named(load, tmp_path, source, message):
     (tmp_path / 'wrong.py').write_text(source, encoding='utf-8')
     with pytest.raises(UserError, match=message):

@@ -1,5 +1,6 @@
 """Tokenizers, data files and batches."""
 import hashlib
+import http.client
 import io
 import os
 import runpy
@@ -62,7 +63,37 @@ def test_validation_rows_are_fixed_spread_and_apart(dataset):
     assert (a.val_batch([0, 1, 2, 3, 4])[0] == b.val_batch([0, 1, 2, 3, 4])[0]).all()
     assert a.val_starts[0] == 0 and a.val_starts[-1] == 300 - 17
     many = batches(dataset, eval_rows=10 ** 6)
-    assert many.n_val == 300 // 16 and (np.diff(many.val_starts) >= 15).all()
+    assert many.n_val == 300 // 16 and (np.diff(many.val_starts) >= 16).all()
+
+
+def test_training_rows_reach_every_part_of_the_text(dataset):
+    source, N = batches(dataset), 2700
+    assert len(source.tokens['train']) == N
+    starts = np.concatenate([np.random.default_rng((1, step)).integers(N - 16, size=64) for step in range(400)])
+    assert starts.min() < 50 and starts.max() == N - 17  # the last start whose targets are still in the text
+    last = int(np.flatnonzero(starts == N - 17)[0])
+    idx, targets = source.train_batch(last // 64, [last % 64])
+    assert targets[0].tolist() == source.tokens['train'][-16:].tolist()
+
+
+def test_steps_of_different_seeds_do_not_collide(dataset):
+    drawn = {tuple(batches(dataset, seed=seed).train_batch(step, list(range(4)))[0].flatten().tolist())
+             for seed in range(3) for step in (0, 1, 1000, 2000)}
+    assert len(drawn) == 12
+
+
+def test_preparing_anew_is_never_half_done(dataset, monkeypatch):
+    """Another text: whoever reads in between finds no meta.json. The same text: meta.json stays, its readers as well."""
+    spec, seen, write = {'kind': 'char', 'chars': ['a', 'b']}, [], data.write_file
+
+    def watch(path, content):
+        seen.append((os.path.basename(path), os.path.exists(os.path.join(dataset, 'meta.json'))))
+        write(path, content)
+    monkeypatch.setattr(data, 'write_file', watch)
+    for there in (False, True):
+        data.write_text_dataset(dataset, 'ab' * 100, spec, 'a test')
+        assert seen == [('train.bin', there), ('val.bin', there), ('meta.json', there)]
+        seen.clear()
 
 
 def damage(folder, name, change):
@@ -143,8 +174,22 @@ def test_prepare_takes_input_txt(prepare, tmp_path):
 
 def test_prepare_downloads(prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.urllib.request, 'urlopen', lambda url, timeout: io.BytesIO(b'First Citizen:\n' * 30))
+    prepare.main.__globals__['SHA256'] = hashlib.sha256(b'First Citizen:\n' * 30).hexdigest()
     prepare.main([])
     assert data.read_meta(str(tmp_path))['source'] == prepare.URL and (tmp_path / 'input.txt').exists()
+    os.remove(tmp_path / 'input.txt')
+    # a login page, or a connection that breaks off, is not taken for the text
+    monkeypatch.setattr(prepare.subprocess, 'run', lambda command, **_: subprocess.CompletedProcess(command, 1))
+    monkeypatch.setattr(prepare.urllib.request, 'urlopen', lambda url, timeout: io.BytesIO(b'<html>sign in</html>'))
+    with pytest.raises(UserError, match='put a text file'):
+        prepare.main([])
+
+    def breaks_off(url, timeout):
+        raise http.client.IncompleteRead(b'First')
+    monkeypatch.setattr(prepare.urllib.request, 'urlopen', breaks_off)
+    with pytest.raises(UserError, match='put a text file'):
+        prepare.main([])
+    assert not (tmp_path / 'input.txt').exists()
 
 
 def test_prepare_falls_back_to_the_package(prepare, tmp_path, monkeypatch):

@@ -164,6 +164,52 @@ def test_dropout_is_off_in_eval():
     assert (model(idx)[0] - model(idx)[0]).abs().max() == 0
 
 
+@pytest.mark.parametrize('site', ['embedding', 'attention', 'attention output', 'mlp output'])
+def test_dropout_acts_at_each_site_in_training_alone(site):
+    model, idx = gpt(), torch.randint(11, (2, 9))
+    block = model.blocks[1]
+    if site == 'attention':
+        block.attn.dropout = 0.5
+    else:
+        {'embedding': model.drop, 'attention output': block.attn.resid_dropout, 'mlp output': block.mlp.dropout}[site].p = 0.5
+    assert (model(idx)[0] - model(idx)[0]).abs().max() > 1e-4
+    model.eval()
+    assert (model(idx)[0] - model(idx)[0]).abs().max() == 0
+
+
+def test_dropout_setting_reaches_every_site():
+    model = gpt(dropout=0.3)
+    assert sum(isinstance(m, torch.nn.Dropout) and m.p == 0.3 for m in model.modules()) == 1 + 2 * 2
+    assert all(block.attn.dropout == 0.3 for block in model.blocks)
+
+
+def test_initial_weights():
+    model = GPT(GPTConfig(**{**SETTINGS, 'n_embd': 256, 'n_layer': 8, 'vocab_size': 100}))
+    assert model.wte.weight.detach().std() == pytest.approx(0.02, rel=0.05)
+    for block in model.blocks:
+        assert block.attn.c_attn.weight.detach().std() == pytest.approx(0.02, rel=0.05)
+        assert block.attn.c_proj.weight.detach().std() == pytest.approx(0.02 / 4, rel=0.05)  # 1 / sqrt(2 * 8)
+        assert block.mlp.c_proj.weight.detach().std() == pytest.approx(0.02 / 4, rel=0.05)
+
+
+def test_what_decays():
+    model = gpt(bias=True)
+    decay, rest = model.param_groups(0.3)
+    assert decay['weight_decay'] == 0.3 and rest['weight_decay'] == 0.0
+    assert len(decay['params']) + len(rest['params']) == len(list(model.parameters()))
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)].split('.')[-2] for p in decay['params']} == {'wte', 'c_attn', 'c_proj', 'c_fc'}
+    assert all(names[id(p)].endswith('bias') or 'ln_' in names[id(p)] for p in rest['params'])
+
+
+def test_attention_with_a_cache_is_causal_without_being_told():
+    model = gpt()
+    x, attn = torch.randn(1, 6, 16).double(), model.blocks[0].attn
+    cache = model.new_cache()[0]
+    parts = [attn(x[:, a:b], model.rope(torch.arange(a, b)[None]), cache=cache) for a, b in [(0, 3), (3, 6)]]
+    assert (torch.cat(parts, 1) - attn(x, model.rope(torch.arange(6)[None]))).abs().max() < 1e-12
+
+
 def test_flops_are_six_per_weight_and_token_plus_attention():
     model = gpt()
     matrices = sum(p.numel() for p in model.blocks.parameters()) + model.lm_head.weight.numel()
@@ -181,8 +227,8 @@ def test_pretrained_weights_fill_a_larger_vocabulary():
 
 
 @pytest.mark.parametrize('settings, named', [
-    (dict(n_embd=15), 'n_embd = 15'), (dict(n_layer=0), 'n_layer = 0'), (dict(dropout=1.0), 'dropout = 1.0'),
-    (dict(n_embd=6), 'even head width'), (dict(rope_base=1.0), 'rope_base'), (dict(vocab_size=0), 'vocab_size = 0')])
+    (dict(n_embd=15), 'n_embd = 15 .*try n_embd = 12'), (dict(n_layer=0), 'n_layer = 0'), (dict(dropout=1.0), 'dropout = 1.0'),
+    (dict(n_embd=18), 'heads of even width: try n_embd = 16'), (dict(n_embd=15, learned_positions=True), 'try n_embd = 14'), (dict(rope_base=1.0), 'rope_base'), (dict(vocab_size=0), 'vocab_size = 0')])
 def test_impossible_settings_are_named(settings, named):
     with pytest.raises(UserError, match=named):
         gpt(**settings)
@@ -196,5 +242,4 @@ def test_impossible_inputs_are_named():
                                      ([[1]], dict(temperature=-1), 'temperature = -1'), ([[1]], dict(top_p=0), 'top_p = 0')]:
         with pytest.raises(UserError, match=named):
             model.generate(prompts, 3, **settings)
-    with pytest.raises(UserError, match='same on every token'):
-        model.effort([[1]], [[2]])
+    assert model.effort_unit is None  # nothing to show

@@ -235,17 +235,35 @@ def test_budget_order_and_originals(settings):
 
 
 def test_random_forks_are_drawn_anew_and_ignore_the_scores():
-    model = bubbles(random_forks=True, kappa=1.5)
-    idx = torch.randint(11, (1, 12))
-    assert any(not torch.equal(model.streams(idx)[2], model.streams(idx)[2]) for _ in range(5))
+    log_p, src = torch.zeros(2000, 4), torch.arange(4).expand(2000, 4)
+    scores = torch.zeros(2000, 4, 2)
+    scores[:, 0, 0] = 50.0  # by score the copy of token 0 would always win the one free place
+    parent, is_fork, _ = select(log_p, src, scores, 5, random=True)
+    winners = parent[is_fork].bincount(minlength=4) / 2000
+    assert (winners - 0.25).abs().max() < 0.05
 
 
-@pytest.mark.parametrize('merge', MERGES)
-def test_merged_probabilities_sum_to_one(merge):
-    model = bubbles(merge=merge, kappa=3.0)
-    prediction = model(torch.randint(11, (3, 12)))[0]
-    probs = prediction.exp() if merge == 'probs' else prediction.softmax(-1)
-    assert (probs.sum(-1) - 1).abs().max() < 1e-12
+def test_initial_scores_and_embeddings():
+    fork = Thoughtbubbles(ThoughtbubblesConfig(**{**SIZE, 'n_embd': 512})).forks['1']
+    assert fork.score.weight.detach().std() == pytest.approx(0.02, rel=0.1)
+    assert fork.embedding.detach().std() == pytest.approx(512 ** -0.5, rel=0.1)
+
+
+def test_half_precision_keeps_scores_and_predictions_in_float32():
+    model = Thoughtbubbles(ThoughtbubblesConfig(**SIZE))
+    idx = torch.randint(11, (2, 12))
+    exact = model(idx)[0]
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        prediction, log_p = model(idx)[0], model.streams(idx)[1]
+        assert model.blocks[0].mlp(torch.randn(1, 1, 16)).dtype == torch.bfloat16
+    assert prediction.dtype == log_p.dtype == torch.float32
+    assert (prediction.exp().sum(-1) - 1).abs().max() < 1e-5  # in bfloat16 it would be off by 1e-2
+    assert (prediction - exact).abs().max() < 0.05
+
+
+def test_merged_probabilities_sum_to_one():
+    model = bubbles(merge='probs', kappa=3.0)
+    assert (model(torch.randint(11, (3, 12)))[0].exp().sum(-1) - 1).abs().max() < 1e-12
 
 
 # --- generation ---
@@ -289,7 +307,7 @@ def test_flops_follow_the_streams():
 @pytest.mark.parametrize('settings, named', [
     (dict(fork_layers=(1, 3)), 'fork_layers = .*3 is no block of n_layer = 3'), (dict(fork_layers=(1.5,)), 'fork_layers'),
     (dict(fork_layers=(1, 1)), 'once'), (dict(kappa=0.5), 'kappa = 0.5'), (dict(kappa=math.nan), 'kappa = nan'),
-    (dict(merge='mean'), "merge = 'mean'"), (dict(copies=0), 'copies = 0')])
+    (dict(merge='mean'), "merge = 'mean'"), (dict(keep_bias=math.inf), 'keep_bias = inf'), (dict(kappa=1e308), 'kappa'), (dict(copies=0), 'copies = 0')])
 def test_impossible_settings_are_named(settings, named):
     with pytest.raises(UserError, match=named):
         bubbles(**settings)

@@ -123,7 +123,7 @@ def test_what_may_change_on_resume_and_what_may_not(run, capsys, settings):
     for part in ('max_iters = 6 (was 4)', 'eval_interval = 3 (was 2)', 'batch_size = 2 (was 4)', 'grad_accum = 2 (was 1)'):
         assert part in said
     for name, value in dict(seed=5, learning_rate=0.1, n_layer=4, warmup_iters=9, batch_size=8, eval_rows=4, beta2=0.9).items():
-        with pytest.raises(UserError, match=f'{name} = {value}: the run to resume has'):
+        with pytest.raises(UserError, match=f'command line: {name} = {value}: the run to resume has'):
             run(**again, **{'max_iters': 6, 'batch_size': 4, 'grad_accum': 1, name: value})
 
 

