@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import asdict, fields
@@ -21,20 +22,22 @@ import config
 import data
 from config import UserError
 from model import GPT, GPTConfig
+from rim import RiM, RiMBatches, RiMConfig
 from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 
 # what and where
-method = 'gpt'  # a method of the registry below: gpt or thoughtbubbles
+method = 'gpt'  # a method of the registry below: gpt, thoughtbubbles or rim
 dataset = 'shakespeare_char'  # a folder under data/, or a path with a slash
 out_dir = 'out/run'  # checkpoints and log.jsonl
 init_from = 'scratch'  # scratch | resume | auto (resume if there is something to resume) | a checkpoint's path to start from
+start_config = ''  # the config file that makes init_from's checkpoint, run first where that is missing or unfinished
 overwrite = False  # let a run from scratch replace an earlier run in out_dir
 seed = 1337  # of the weights, the batches and dropout
 # batches
 batch_size = 32  # rows in one micro-batch
 grad_accum = 1  # micro-batches in one step, over all processes together
 # optimisation
-max_iters = 1500  # steps
+max_iters = 1500  # steps; of a method that trains in several stages see --help
 learning_rate = 1e-3  # at its peak
 min_lr = 1e-4  # at the end of the cosine
 warmup_iters = 100  # steps of linear warm-up
@@ -46,6 +49,7 @@ grad_clip = 1.0  # largest gradient norm, 0 = unlimited
 eval_interval = 250  # steps between evaluations; a checkpoint is written before each
 eval_rows = 512  # validation rows, the same ones at each evaluation
 eval_only = False  # evaluate and end
+show_batch = False  # print the first rows of the first batch as a table
 log_interval = 10  # steps between log lines
 wandb_project = ''  # log to Weights & Biases under this name as well
 # machine
@@ -58,6 +62,7 @@ threads = 0  # CPU threads per process, 0 = PyTorch's choice
 METHODS = {
     'gpt': (GPTConfig, GPT, data.TextBatches),
     'thoughtbubbles': (ThoughtbubblesConfig, Thoughtbubbles, data.TextBatches),
+    'rim': (RiMConfig, RiM, RiMBatches),
 }
 CHECKPOINT_VERSION = 1
 # bfloat16 peak of one device in FLOP/s, for model FLOPs utilisation
@@ -92,7 +97,7 @@ def load_checkpoint(path, expected_method=None):
         raise UserError(f'{path} is not a checkpoint of this project')
     if checkpoint['version'] != CHECKPOINT_VERSION:
         raise UserError(f'{path} has layout {checkpoint["version"]!r}, this code reads layout {CHECKPOINT_VERSION}')
-    missing = {'method', 'model_config', 'model', 'meta', 'step', 'settings'} - checkpoint.keys()
+    missing = {'method', 'model_config', 'model', 'meta', 'step', 'total_iters', 'settings'} - checkpoint.keys()
     if missing or checkpoint['method'] not in METHODS:
         raise UserError(f'{path}: ' + (f'lacks {", ".join(sorted(missing))}' if missing else
                                        f'method {checkpoint["method"]!r} is unknown'))
@@ -170,12 +175,42 @@ def choose_compile(name, device):
     return True, 'CUDA with Triton'
 
 
-def learning_rate_at(step):
-    """Linear warm-up, then a cosine down to min_lr at max_iters."""
+def learning_rate_at(step, steps, peak):
+    """Step `step` of a stage of `steps`: linear warm-up to `peak`, then a cosine down to min_lr. A stage with another
+    peak than learning_rate keeps min_lr's proportion to it."""
     if step < warmup_iters:
-        return learning_rate * (step + 1) / warmup_iters
-    progress = (step - warmup_iters) / max(1, max_iters - warmup_iters)
-    return min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (learning_rate - min_lr)
+        return peak * (step + 1) / warmup_iters
+    progress = (step - warmup_iters) / max(1, steps - warmup_iters)
+    lowest = min_lr * peak / (learning_rate or 1.0)
+    return lowest + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (peak - lowest)
+
+
+def stage_at(stages, step):
+    """(name, first step, steps, peak learning rate, dropout) of the stage that `step` belongs to; the run's end belongs
+    to the last stage."""
+    first = 0
+    for name, steps, peak, p in stages:
+        if step < first + steps:
+            break
+        first += steps
+    else:
+        first -= steps
+    return name, first, steps, peak, p
+
+
+def make_start(path, start_config):
+    """Run start_config, which writes the checkpoint `path`, unless that is there and finished already."""
+    if os.path.exists(path):
+        checkpoint = load_checkpoint(path)
+        if checkpoint['step'] >= checkpoint['total_iters']:
+            return
+    print(f'init_from = {path!r} is not there yet: training it with {start_config}', flush=True)
+    env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
+    command = [sys.executable, os.path.abspath(__file__), start_config, '--init_from=auto', f'--out_dir={os.path.dirname(path)}',
+               f'--device={device}', f'--dtype={dtype}', f'--compile={compile}', f'--threads={threads}']
+    if subprocess.run(command, env=env).returncode:
+        raise UserError(f'start_config = {start_config!r}: that run did not end well, see above')
+    print(f'{path} is made, now the run itself', flush=True)
 
 
 def main(argv):
@@ -223,6 +258,8 @@ def main(argv):
     # data
     if is_main:
         data.ensure_prepared(dataset)
+        if start_config and not resume and init_from not in ('scratch', 'auto'):
+            make_start(init_from, start_config)
     if ddp:
         dist.barrier()
     meta = data.read_meta(dataset)
@@ -241,7 +278,9 @@ def main(argv):
         model_config = config_class(**model_settings)
     if model_config.vocab_size < meta['vocab_size']:
         raise UserError(f'vocab_size = {model_config.vocab_size}: dataset {dataset!r} has {meta["vocab_size"]} tokens')
-    batches = batch_class(dataset, meta, model_config, seed, eval_rows)
+    batches = batch_class(dataset, meta, model_config, seed, eval_rows, batch_size * grad_accum)
+    stages = batches.stages(max_iters, learning_rate)
+    total_iters = sum(steps for _, steps, _, _ in stages)
 
     # model and optimizer
     torch.manual_seed(seed)
@@ -254,21 +293,32 @@ def main(argv):
         new = model.load_pretrained(checkpoint['model'])
         say(f'starting from {init_from}, a {checkpoint["method"]} model; new: {", ".join(new) or "nothing"}')
     model.to(run_device)
-    optimizer = torch.optim.AdamW(model.param_groups(weight_decay), lr=learning_rate, betas=(beta1, beta2),
-                                  fused=device_type in ('cpu', 'cuda', 'mps'))
+    raw_model = model
+
+    def begin_stage(step):
+        """The stage of `step` with its dropout, and an optimizer that knows nothing yet."""
+        stage = stage_at(stages, step)
+        raw_model.set_dropout(stage[-1])
+        return stage, torch.optim.AdamW(raw_model.param_groups(weight_decay), lr=learning_rate, betas=(beta1, beta2),
+                                        fused=device_type in ('cpu', 'cuda', 'mps'))
+    (stage_name, stage_start, stage_steps, peak_lr, _), optimizer = begin_stage(step)
     if resume:
-        optimizer.load_state_dict(checkpoint['optimizer'])
+        if step > stage_start:
+            optimizer.load_state_dict(checkpoint['optimizer'])
         say(f'resuming {ckpt_path} at step {step}, best validation loss so far {best_val_loss:.4f}')
     scaler = torch.amp.GradScaler(device_type, enabled=run_dtype == 'float16')
-    raw_model = model
     if run_compile:
         model = torch.compile(model)
     if ddp:
         model = DistributedDataParallel(model)
     n_params = sum(p.numel() for p in raw_model.parameters())
-    tokens_per_step = batch_size * grad_accum * model_config.block_size
+    tokens_per_step = round(batch_size * grad_accum * batches.row_tokens)
     say(f'{method}: {n_params:,} parameters, {raw_model.flops_per_token() / 1e6:.1f} MFLOPs per token; '
-        f'{dataset}: {tokens_per_step:,} tokens per step, {len(batches.tokens["train"]) / tokens_per_step:.0f} steps an epoch')
+        f'{dataset}: {tokens_per_step:,} tokens per step, {batches.epoch_steps:.0f} steps an epoch')
+    if len(stages) > 1:
+        say('stages: ' + ', '.join(f'{name} {steps} steps' for name, steps, _, _ in stages))
+    if show_batch:
+        say(batches.table(step))
     gpu = torch.cuda.get_device_name() if device_type == 'cuda' else ''
     peak = world * next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), 0.0)
 
@@ -293,7 +343,7 @@ def main(argv):
         except ImportError:
             raise UserError('wandb_project is set, but wandb is not installed: pip install wandb') from None
         wandb.init(project=wandb_project, name=os.path.basename(out_dir), config={**settings, **asdict(model_config)})
-    bar = tqdm(total=max_iters, initial=step, disable=not (is_main and sys.stderr.isatty() and not eval_only), unit='step')
+    bar = tqdm(total=total_iters, initial=step, disable=not (is_main and sys.stderr.isatty() and not eval_only), unit='step')
     say_line = tqdm.write if not bar.disable else say
 
     def record(**entry):
@@ -306,7 +356,7 @@ def main(argv):
         if is_main:
             save_checkpoint(path, {
                 'version': CHECKPOINT_VERSION, 'method': method, 'model_config': asdict(model_config), 'meta': meta,
-                'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'step': step,
+                'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'step': step, 'total_iters': total_iters,
                 'best_val_loss': best_val_loss, 'settings': settings})
 
     @torch.no_grad()
@@ -317,7 +367,7 @@ def main(argv):
         for first in range(rank * batch_size, batches.n_val, world * batch_size):
             rows = list(range(first, min(first + batch_size, batches.n_val)))
             with autocast:
-                loss = raw_model(*(t.to(run_device) for t in batches.val_batch(rows)))[1]
+                loss = raw_model(*(t.to(run_device) for t in batches.val_batch(rows, step)))[1]
             total += loss.item() * len(rows)
         model.train()
         if ddp:
@@ -338,7 +388,12 @@ def main(argv):
     model.train()
     clock, clock_step = time.perf_counter(), step
     while True:
-        if step % eval_interval == 0 or step >= max_iters or eval_only:
+        if step == stage_start + stage_steps and step < total_iters:
+            save(os.path.join(out_dir, f'{stage_name}.pt'))
+            (stage_name, stage_start, stage_steps, peak_lr, _), optimizer = begin_stage(step)
+            best_val_loss = math.inf  # losses of different stages do not compare
+            say_line(f'step {step}: {stage_name} begins, learning rate {peak_lr}')
+        if step % eval_interval == 0 or step >= total_iters or eval_only:
             if not eval_only:
                 save(ckpt_path)  # before the evaluation, so that a crash in it loses nothing
             val_loss = evaluate()
@@ -348,10 +403,10 @@ def main(argv):
                 best_val_loss = val_loss
                 save(best_path)
             clock, clock_step = time.perf_counter(), step
-        if step >= max_iters or eval_only:
+        if step >= total_iters or eval_only:
             break
 
-        lr = learning_rate_at(step)
+        lr = learning_rate_at(step - stage_start, stage_steps, peak_lr)
         for group in optimizer.param_groups:
             group['lr'] = lr
         step_loss = torch.zeros(1, device=run_device)
@@ -381,7 +436,7 @@ def main(argv):
         optimizer.zero_grad(set_to_none=True)
         step += 1
         bar.update()
-        if step % log_interval == 0 or step == max_iters:
+        if step % log_interval == 0 or step == total_iters:
             now = time.perf_counter()
             rate = tokens_per_step * (step - clock_step) / (now - clock)
             clock, clock_step = now, step
@@ -391,7 +446,7 @@ def main(argv):
             record(**entry)
             bar.set_postfix(loss=f'{train_loss:.4f}', lr=f'{lr:.1e}', tokens_per_s=f'{rate:,.0f}')
             if bar.disable and step % (10 * log_interval) == 0:
-                left = (max_iters - step) * tokens_per_step / rate
+                left = (total_iters - step) * tokens_per_step / rate
                 say(f'step {step}: loss {train_loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, {left / 60:.1f} min left', flush=True)
         if stop_wanted:
             save(ckpt_path)
@@ -399,7 +454,7 @@ def main(argv):
             break
 
     bar.close()
-    if is_main and step >= max_iters and not eval_only:
+    if is_main and step >= total_iters and not eval_only:
         say(batches.report(raw_model))
         say(f'{ckpt_path} is the last model, {best_path} the best (val loss {best_val_loss:.4f}); '
             f'python sample.py --out_dir={out_dir} samples from it')

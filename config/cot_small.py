@@ -1,0 +1,18 @@
+# A small GPT trained on gsm_toy with its written steps: the start of rim_small and of its baselines.
+method = 'rim'
+train_on = 'cot'
+dataset = 'gsm_toy'
+out_dir = 'out/cot_small'
+
+n_layer = 6
+n_head = 4
+n_embd = 128
+block_size = 192
+
+batch_size = 64
+max_iters = 1500
+learning_rate = 2e-3
+min_lr = 2e-4
+warmup_iters = 100
+weight_decay = 0.01
+eval_interval = 500

@@ -1,0 +1,16 @@
+# Reasoning in Memory on gsm_toy, from the small model that cot_small trains (run first where it is missing).
+from config.cot_small import *  # noqa: F403
+
+train_on = 'rim'
+out_dir = 'out/rim_small'
+init_from = 'out/cot_small/ckpt.pt'
+start_config = 'config/cot_small.py'
+
+n_blocks = 8
+n_mem = 2
+max_iters = 2000
+learning_rate = 1e-3
+min_lr = 1e-4
+stage2_iters = 800
+stage2_learning_rate = 3e-4
+stage2_dropout = 0.0
