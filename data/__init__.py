@@ -163,7 +163,7 @@ class TextBatches:
     """Rows of block_size tokens from a text. Training rows start anywhere; validation rows are spread evenly over
     val.bin without overlap and are always the same, so that the curves of different methods compare."""
 
-    def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
+    def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step=1):
         if meta['kind'] != 'text':
             raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on plain text')
         self.T, self.seed, self.dropout = config.block_size, seed, config.dropout
@@ -185,7 +185,7 @@ class TextBatches:
         starts = np.random.default_rng((self.seed, step)).integers(len(self.tokens['train']) - self.T, size=max(rows) + 1)
         return self._rows('train', starts[rows])
 
-    def val_batch(self, rows, step):
+    def val_batch(self, rows, step=0):
         return self._rows('val', self.val_starts[rows])
 
     @property

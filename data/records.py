@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+import urllib.request
 from collections import Counter, namedtuple
 from decimal import Decimal
 
@@ -19,7 +20,6 @@ from data import Tokenizer, dataset_folder, write_file
 Record = namedtuple('Record', 'question steps answer where')  # where: file and line, for messages
 SPECIAL = ['<b>', '<m>', '</b>', '<end>']  # a memory block's begin, its memory tokens, its end; the end of a read-out
 SPLITS = ('train', 'val', 'test')
-STEP_MARK = re.compile(r'<<(.*?)>>')  # GSM8K marks each calculation: <<48/2=24>>
 NUMBER = re.compile(r'[+-]?(\d+(\.\d*)?|\.\d+)')
 
 
@@ -33,10 +33,45 @@ def parse_number(text):
 
 # --- writing ---
 
+def read_source(name, folder, url):
+    """Text of the source file `name`: from a folder, or downloaded where folder is ''. Raises UserError."""
+    path = os.path.join(folder, name)
+    try:
+        if folder:
+            with open(path, encoding='utf-8') as f:
+                return f.read()
+        print(f'downloading {url}', flush=True)
+        with urllib.request.urlopen(url, timeout=60) as response:
+            return response.read().decode('utf-8')
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f'{path if folder else url} cannot be read ({e}): download the files by hand and give their '
+                        'folder with --input=DIR') from e
+
+
+def normal_number(text):
+    """A number without thousands' commas, $ and spaces: '$1,234' -> '1234'. Other text is left as it is."""
+    bare = re.sub(r'[\s$,]', '', text)
+    return bare if NUMBER.fullmatch(bare) else text.strip()
+
+
 def marked_steps(text):
-    """The calculations marked in a solution, without spaces, thousands' commas and $ signs."""
-    steps = [re.sub(r'[\s$,]', '', step) for step in STEP_MARK.findall(text)]
+    """The calculations marked in a solution as <<48/2=24>>, without spaces, thousands' commas and $ signs."""
+    steps = [re.sub(r'[\s$,]', '', step) for step in re.findall(r'<<(.*?)>>', text)]
     return [step for step in steps if step]
+
+
+def usable_rows(rows, split, left_out):
+    """Rows (question, steps, answer) that can be learned from; `left_out` counts the others. Problems of the test split
+    need no steps, since only their answers are asked."""
+    kept = []
+    for question, steps, answer in rows:
+        if parse_number(answer) is None:
+            left_out[f'{split}: the answer is no number'] += 1
+        elif not steps and split != 'test':
+            left_out[f'{split}: no step is marked'] += 1
+        else:
+            kept.append((question.strip(), steps, normal_number(answer)))
+    return kept
 
 
 def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
@@ -71,39 +106,43 @@ def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
 
 # --- reading ---
 
-def read_jsonl(path):
-    """Yield (where, object) for each line of a JSONL file. Raises UserError with the number of a broken line."""
-    try:
-        with open(path, encoding='utf-8') as f:
-            for n, line in enumerate(f, 1):
-                where = f'{path} line {n}'
-                try:
-                    entry = json.loads(line)
-                except ValueError as e:
-                    raise UserError(f'{where} is no JSON ({e}): mend or remove that line') from None
-                if not isinstance(entry, dict):
-                    raise UserError(f'{where} is {type(entry).__name__}, not an object {{"question": ...}}')
-                yield where, entry
-    except FileNotFoundError:
-        raise UserError(f'{path} is missing: run prepare.py in that folder') from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f'{path} cannot be read: {e}') from e
+def parse_jsonl(text, path):
+    """Yield (place, object) for each line of JSONL text. Raises UserError with the number of a broken line."""
+    for n, line in enumerate(text.rstrip('\n').split('\n') if text.strip() else [], 1):
+        where = f'{path} line {n}'
+        try:
+            entry = json.loads(line)
+        except ValueError as e:
+            raise UserError(f'{where} is no JSON ({e}): mend or remove that line') from None
+        if not isinstance(entry, dict):
+            raise UserError(f'{where} is {line[:40]!r}, not an object {{"question": ...}}')
+        yield where, entry
 
 
-def check_record(entry, where):
+def check_record(entry, where, need_steps=True):
     """One JSON object as a Record. Raises UserError naming the field that is missing or of the wrong form."""
     for name in ('question', 'answer'):
         if not isinstance(entry.get(name), str) or not entry[name].strip():
             raise UserError(f'{where}: {name} = {entry.get(name)!r}: a record needs a text there')
     steps = entry.get('steps')
-    if not isinstance(steps, list) or not steps or not all(isinstance(s, str) and s.strip() for s in steps):
+    if not isinstance(steps, list) or not all(isinstance(s, str) and s.strip() for s in steps) or (need_steps and not steps):
         raise UserError(f'{where}: steps = {steps!r}: a record needs a list of at least one step such as "7-2=5"')
     return Record(entry['question'], steps, entry['answer'], where)
 
 
-def read_records(path):
-    """All records of a JSONL file. Raises UserError if it is missing or empty, or names the line that is no record."""
-    records = [check_record(entry, where) for where, entry in read_jsonl(path)]
+def read_records(path, need_steps=True):
+    """All records of a JSONL file. need_steps=False admits empty steps, for a test split.
+
+    Raises UserError if the file is missing or empty, or names the line that is no record.
+    """
+    try:
+        with open(path, encoding='utf-8') as f:
+            text = f.read()
+    except FileNotFoundError:
+        raise UserError(f'{path} is missing: run prepare.py in that folder') from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f'{path} cannot be read: {e}') from e
+    records = [check_record(entry, where, need_steps) for where, entry in parse_jsonl(text, path)]
     if not records:
         raise UserError(f'{path} holds no record: run prepare.py again')
     return records
