@@ -103,7 +103,7 @@ PARTS = {'train': train, 'generate': generate}
 
 
 def main(argv):
-    settings, _ = config.load(__file__, argv)
+    settings, _, _ = config.load(__file__, argv)
     if settings['part'] not in ('all', *PARTS):
         raise UserError(f'part = {settings["part"]!r}: choose all, {", ".join(PARTS)}')
     settings['device'] = choose_device(settings['device'])[0]

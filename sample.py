@@ -46,7 +46,7 @@ def coloured(tokenizer, tokens, effort, unit, terminal):
 
 
 def main(argv):
-    settings, _ = config.load(__file__, argv)
+    settings, _, _ = config.load(__file__, argv)
     globals().update(settings)
     for name in ('num_samples', 'max_new_tokens'):
         if settings[name] < 1:

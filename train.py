@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import asdict, fields
 
 import torch
@@ -57,6 +58,7 @@ device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 dtype = 'auto'  # auto | float32 | bfloat16 | float16
 compile = 'auto'  # torch.compile: auto | on | off
 threads = 0  # CPU threads per process, 0 = PyTorch's choice
+shard_optimizer = False  # share AdamW's state out over the processes (ZeRO stage 1) instead of copying it
 
 # the only list of the methods: name -> (config class, model class, source of its batches)
 METHODS = {
@@ -65,6 +67,9 @@ METHODS = {
     'rim': (RiMConfig, RiM, RiMBatches),
 }
 CHECKPOINT_VERSION = 1
+# what may change when a run is resumed; anything else would make it another run
+HARMLESS = {'out_dir', 'init_from', 'start_config', 'show_batch', 'overwrite', 'max_iters', 'eval_interval', 'eval_only', 'log_interval', 'wandb_project',
+            'device', 'dtype', 'compile', 'threads', 'shard_optimizer', 'batch_size', 'grad_accum'}
 # bfloat16 peak of one device in FLOP/s, for model FLOPs utilisation
 PEAK_FLOPS = {'A100': 312e12, 'H100': 989e12, 'H200': 989e12, 'B200': 2250e12, '4090': 165e12}
 
@@ -88,8 +93,12 @@ def load_checkpoint(path, expected_method=None):
     if not os.path.isfile(path):
         raise UserError(f'checkpoint {path} is not there: train one first, or give --out_dir')
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
+            broken = archive.testzip()
+        if broken:
+            raise zipfile.BadZipFile(f'checksum of {broken}')
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError,
+    except (zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError,
             TypeError, AssertionError, UnicodeDecodeError, OverflowError, MemoryError) as e:
         raise UserError(f'{path} is no checkpoint, is damaged, or holds more than tensors and plain values '
                         f'({type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else "no detail"})') from e
@@ -97,12 +106,15 @@ def load_checkpoint(path, expected_method=None):
         raise UserError(f'{path} is not a checkpoint of this project')
     if checkpoint['version'] != CHECKPOINT_VERSION:
         raise UserError(f'{path} has layout {checkpoint["version"]!r}, this code reads layout {CHECKPOINT_VERSION}')
-    missing = {'method', 'model_config', 'model', 'meta', 'step', 'total_iters', 'settings'} - checkpoint.keys()
+    missing = {'method', 'model_config', 'model', 'meta', 'step', 'settings'} - checkpoint.keys()
     if missing or checkpoint['method'] not in METHODS:
         raise UserError(f'{path}: ' + (f'lacks {", ".join(sorted(missing))}' if missing else
                                        f'method {checkpoint["method"]!r} is unknown'))
     if expected_method and checkpoint['method'] != expected_method:
         raise UserError(f'{path} is a {checkpoint["method"]} model, not {expected_method}')
+    # names as a compiled or wrapped model has them
+    checkpoint['model'] = {name.replace('_orig_mod.', '').removeprefix('module.'): tensor
+                           for name, tensor in checkpoint['model'].items()}
     return checkpoint
 
 
@@ -115,6 +127,23 @@ def build_model(checkpoint, path='checkpoint'):
     except (TypeError, RuntimeError, AttributeError) as e:
         raise UserError(f'{path}: weights and configuration do not fit together ({str(e).splitlines()[0]})') from e
     return model
+
+
+def merge_resumed(settings, model_settings, given, checkpoint):
+    """Settings of a resumed run: the saved ones, and of those given now the harmless ones; another one is refused.
+
+    Returns (settings, the harmless changes as text).
+    """
+    saved = {**checkpoint['settings'], **checkpoint['model_config']}
+    now = {**settings, **model_settings}
+    changed = [name for name in sorted(given) if name in saved and now[name] != saved[name] and name != 'init_from']
+    rows = [s['batch_size'] * s['grad_accum'] for s in (saved, {**saved, **{name: now[name] for name in given}})]
+    for name in changed:
+        if name not in HARMLESS or (name in ('batch_size', 'grad_accum') and rows[0] != rows[1]):
+            raise UserError(f'{name} = {now[name]!r}: the run to resume has {saved[name]!r}, and to change it would make it '
+                            f'another run; leave it out, or start anew with --init_from=CHECKPOINT and another out_dir')
+    merged = {name: saved.get(name, value) if name not in given else value for name, value in settings.items()}
+    return merged, ', '.join(f'{name} = {now[name]!r} (was {saved[name]!r})' for name in changed)
 
 
 def check_same_tokenizer(old, new):
@@ -151,8 +180,8 @@ def choose_dtype(name, device):
     bf16 = device.startswith('cuda') and torch.cuda.is_bf16_supported(including_emulation=False)
     if name == 'bfloat16' and device.startswith('cuda') and not bf16:
         raise UserError('dtype = bfloat16: this GPU has none; use float16 or float32')
-    if name == 'float16' and not device.startswith('cuda'):
-        raise UserError(f'dtype = float16 needs a CUDA device, this is {device}; use bfloat16 or float32')
+    if name != 'float32' and device == 'mps':
+        raise UserError(f'dtype = {name!r}: mps is trained in float32 here')
     if name != 'auto':
         return name, 'as set'
     if not device.startswith('cuda'):
@@ -161,11 +190,16 @@ def choose_dtype(name, device):
 
 
 def choose_compile(name, device):
-    """(use torch.compile, reason)"""
+    """(use torch.compile, reason). Raises UserError if it is wanted and cannot work."""
     if name not in ('auto', 'on', 'off'):
         raise UserError(f'compile = {name!r}: choose auto, on or off')
+    compiler = next(filter(shutil.which, [os.environ.get('CXX', 'c++'), 'g++', 'clang++', 'cl']), None)
+    if name == 'on' and not compiler:
+        raise UserError('compile = on needs a C++ compiler and none is installed; install one, or use --compile=off')
     if name != 'auto':
         return name == 'on', 'as set'
+    if not compiler:
+        return False, 'no C++ compiler is installed'
     if not device.startswith('cuda'):
         return False, f'it takes minutes to start and gains little on {device}'
     try:
@@ -202,7 +236,7 @@ def make_start(path, start_config):
     """Run start_config, which writes the checkpoint `path`, unless that is there and finished already."""
     if os.path.exists(path):
         checkpoint = load_checkpoint(path)
-        if checkpoint['step'] >= checkpoint['total_iters']:
+        if checkpoint['step'] >= checkpoint.get('total_iters', 0):
             return
     print(f'init_from = {path!r} is not there yet: training it with {start_config}', flush=True)
     env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
@@ -214,15 +248,27 @@ def make_start(path, start_config):
 
 
 def main(argv):
-    settings, model_settings = config.load(__file__, argv, {name: entry[0] for name, entry in METHODS.items()})
+    settings, model_settings, given = config.load(__file__, argv, {name: entry[0] for name, entry in METHODS.items()})
+    ckpt_path, best_path, log_path = (os.path.join(settings['out_dir'], name) for name in ('ckpt.pt', 'best.pt', 'log.jsonl'))
+    resume = settings['init_from'] == 'resume' or (settings['init_from'] == 'auto' and os.path.exists(ckpt_path))
+    checkpoint, changes = None, ''
+    if resume:
+        checkpoint = load_checkpoint(ckpt_path, settings['method'] if 'method' in given else None)
+        settings, changes = merge_resumed(settings, model_settings, given, checkpoint)
     globals().update(settings)  # from here on `learning_rate` is the configured one
     config_class, model_class, batch_class = METHODS[method]
     for name in ('batch_size', 'grad_accum', 'eval_interval', 'eval_rows', 'log_interval'):
         if settings[name] < 1:
             raise UserError(f'{name} = {settings[name]}: must be at least 1')
-    for name in ('max_iters', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip', 'seed'):
+    for name in ('max_iters', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip', 'seed', 'threads'):
         if not 0 <= settings[name] < math.inf:
             raise UserError(f'{name} = {settings[name]}: must be 0 or more')
+    for name in ('beta1', 'beta2'):
+        if not 0 <= settings[name] < 1:
+            raise UserError(f'{name} = {settings[name]}: must be in [0, 1)')
+    if not resume and not eval_only and init_from != 'resume' and os.path.exists(ckpt_path) and not overwrite:
+        raise UserError(f'out_dir = {out_dir!r} holds a checkpoint already: --init_from=resume goes on with it, '
+                        '--overwrite replaces it, --out_dir=... leaves it alone')
 
     # processes: torchrun sets RANK, LOCAL_RANK and WORLD_SIZE
     ddp = 'RANK' in os.environ
@@ -248,13 +294,6 @@ def main(argv):
     say(f'device {run_device} ({why_device}), {world} process{"es" if world > 1 else ""}; {run_dtype} ({why_dtype}); '
         f'compile {"on" if run_compile else "off"} ({why_compile})')
 
-    # where to start
-    ckpt_path, best_path, log_path = (os.path.join(out_dir, name) for name in ('ckpt.pt', 'best.pt', 'log.jsonl'))
-    resume = init_from == 'resume' or (init_from == 'auto' and os.path.exists(ckpt_path))
-    if init_from in ('scratch', 'auto') and not resume and os.path.exists(ckpt_path) and not overwrite and not eval_only:
-        raise UserError(f'out_dir = {out_dir!r} holds a checkpoint already: --init_from=resume goes on with it, '
-                        '--overwrite replaces it, --out_dir=... leaves it alone')
-
     # data
     if is_main:
         data.ensure_prepared(dataset)
@@ -263,10 +302,10 @@ def main(argv):
     if ddp:
         dist.barrier()
     meta = data.read_meta(dataset)
-    checkpoint = None
     if resume:
-        checkpoint = load_checkpoint(ckpt_path, method)
         model_config = config_class(**checkpoint['model_config'])
+        if checkpoint['meta'] != meta:
+            raise UserError(f'dataset = {dataset!r} is not what {ckpt_path} was trained on: it was prepared anew since')
     else:
         if init_from not in ('scratch', 'auto'):  # the checkpoint to start from gives the core's shape
             checkpoint = load_checkpoint(init_from)
@@ -294,19 +333,25 @@ def main(argv):
         say(f'starting from {init_from}, a {checkpoint["method"]} model; new: {", ".join(new) or "nothing"}')
     model.to(run_device)
     raw_model = model
+    adamw = dict(lr=learning_rate, betas=(beta1, beta2), fused=True)
 
     def begin_stage(step):
         """The stage of `step` with its dropout, and an optimizer that knows nothing yet."""
         stage = stage_at(stages, step)
         raw_model.set_dropout(stage[-1])
-        return stage, torch.optim.AdamW(raw_model.param_groups(weight_decay), lr=learning_rate, betas=(beta1, beta2),
-                                        fused=device_type in ('cpu', 'cuda', 'mps'))
+        params = raw_model.param_groups(weight_decay)
+        if ddp and shard_optimizer:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+            return stage, ZeroRedundancyOptimizer(params, torch.optim.AdamW, **adamw)
+        return stage, torch.optim.AdamW(params, **adamw)
     (stage_name, stage_start, stage_steps, peak_lr, _), optimizer = begin_stage(step)
-    if resume:
-        if step > stage_start:
-            optimizer.load_state_dict(checkpoint['optimizer'])
-        say(f'resuming {ckpt_path} at step {step}, best validation loss so far {best_val_loss:.4f}')
     scaler = torch.amp.GradScaler(device_type, enabled=run_dtype == 'float16')
+    if resume:
+        optimizer.load_state_dict(checkpoint['optimizer'])
+        if scaler.is_enabled() and checkpoint['scaler']:
+            scaler.load_state_dict(checkpoint['scaler'])
+        say(f'resuming {ckpt_path} at step {step}, best validation loss so far {best_val_loss:.4f}'
+            + (f'; changed: {changes}' if changes else ''))
     if run_compile:
         model = torch.compile(model)
     if ddp:
@@ -353,11 +398,13 @@ def main(argv):
             wandb.log(entry, step=entry['iter'])
 
     def save(path):
+        if ddp and shard_optimizer:
+            optimizer.consolidate_state_dict(to=0)  # every process sends its share
         if is_main:
             save_checkpoint(path, {
                 'version': CHECKPOINT_VERSION, 'method': method, 'model_config': asdict(model_config), 'meta': meta,
                 'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'step': step, 'total_iters': total_iters,
-                'best_val_loss': best_val_loss, 'settings': settings})
+                'best_val_loss': best_val_loss, 'settings': settings, 'scaler': scaler.state_dict()})
 
     @torch.no_grad()
     def evaluate():
@@ -388,11 +435,6 @@ def main(argv):
     model.train()
     clock, clock_step = time.perf_counter(), step
     while True:
-        if step == stage_start + stage_steps and step < total_iters:
-            save(os.path.join(out_dir, f'{stage_name}.pt'))
-            (stage_name, stage_start, stage_steps, peak_lr, _), optimizer = begin_stage(step)
-            best_val_loss = math.inf  # losses of different stages do not compare
-            say_line(f'step {step}: {stage_name} begins, learning rate {peak_lr}')
         if step % eval_interval == 0 or step >= total_iters or eval_only:
             if not eval_only:
                 save(ckpt_path)  # before the evaluation, so that a crash in it loses nothing
@@ -448,12 +490,19 @@ def main(argv):
             if bar.disable and step % (10 * log_interval) == 0:
                 left = (total_iters - step) * tokens_per_step / rate
                 say(f'step {step}: loss {train_loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, {left / 60:.1f} min left', flush=True)
+        if step == stage_start + stage_steps and step < total_iters:
+            save(os.path.join(out_dir, f'{stage_name}.pt'))
+            (stage_name, stage_start, stage_steps, peak_lr, _), optimizer = begin_stage(step)
+            best_val_loss = math.inf  # losses of different stages do not compare
+            say_line(f'step {step}: {stage_name} begins, learning rate {peak_lr}')
         if stop_wanted:
             save(ckpt_path)
             say_line(f'stopped by a signal after step {step}; go on with the same command and --init_from=resume')
             break
 
     bar.close()
+    if step >= total_iters and not eval_only:
+        save(ckpt_path)  # once more, now that the best loss is known
     if is_main and step >= total_iters and not eval_only:
         say(batches.report(raw_model))
         say(f'{ckpt_path} is the last model, {best_path} the best (val loss {best_val_loss:.4f}); '

@@ -22,6 +22,7 @@ class UserError(ValueError):
 SETTING = re.compile(r'^ *([a-z]\w*)(?:: [^=]+?)? = (.+?) +# (.+)$', re.MULTILINE)
 TYPE_NAMES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
               tuple: 'numbers separated by commas'}
+BOOLS = {'true': True, '1': True, 'false': False, '0': False}
 
 
 @dataclasses.dataclass
@@ -73,13 +74,15 @@ def parse(text, kind):
     """Command-line text as bool, int, float or tuple of numbers. Raises ValueError."""
     text = text.strip()
     if kind is bool:
-        return {'true': True, '1': True, 'false': False, '0': False}[text.lower()] if text.lower() in (
-            'true', '1', 'false', '0') else int('not a bool')
-    if kind is int:
-        number = float(text)  # 1e5 and 1_000 are whole numbers too
-        if number != int(number):
+        if text.lower() not in BOOLS:
             raise ValueError
-        return int(text) if re.fullmatch(r'[+-]?[\d_]+', text) else int(number)
+        return BOOLS[text.lower()]
+    if kind is int:
+        if re.fullmatch(r'[+-]?[\d_]+', text):
+            return int(text)
+        if not float(text).is_integer():  # 1e5 is a whole number too
+            raise ValueError
+        return int(float(text))
     if kind is float:
         return float(text)
     numbers = [part.strip() for part in text.strip('()[]').split(',') if part.strip()]
@@ -96,7 +99,7 @@ def load(script, argv, methods=None):
     """Settings of `script` after config files and command line.
 
     methods: {name: config class} where the setting `method` chooses whose fields are settings too.
-    Returns (settings of the script, settings of the method's config that were given), two dicts.
+    Returns (settings of the script, settings of the method's config that were given, names of all that were given).
     Raises UserError on an unknown name or a value of the wrong type; prints the settings and exits on --help.
     """
     known = script_settings(script)
@@ -114,7 +117,7 @@ def load(script, argv, methods=None):
             name, _, value = arg[2:].partition('=')
             command_line[name] = (value, 'command line')
         elif arg[2:] in flags:
-            spelled_out = args and args[0].lower() in ('true', 'false', '0', '1')
+            spelled_out = args and args[0].lower() in BOOLS
             command_line[arg[2:]] = (args.pop(0) if spelled_out else True, 'command line')
         elif args and not args[0].startswith('--'):
             command_line[arg[2:]] = (args.pop(0), 'command line')
@@ -140,7 +143,7 @@ def load(script, argv, methods=None):
             raise unknown(name, [*known, *model_known], where)
         target, setting = (settings, known[name]) if name in known else (model_settings, model_known[name])
         target[name] = convert(name, value, setting, where)
-    return settings, model_settings
+    return settings, model_settings, set(given)
 
 
 def read_config_file(path):
@@ -173,6 +176,8 @@ def print_help(script, known, methods):
 
 def run(main):
     """Run a script's main(argv); a UserError ends it with one line and exit status 1 instead of a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character gets '?', not a crash
+        stream.reconfigure(errors='replace')
     try:
         main(sys.argv[1:])
     except UserError as e:

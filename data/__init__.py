@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import torch
@@ -84,11 +85,14 @@ def write_text_dataset(folder, text, tokenizer_spec, source, val_fraction=0.1):
     splits = {'train': tokenizer.encode(text[:n]), 'val': tokenizer.encode(text[n:])}
     if os.path.exists(os.path.join(folder, 'meta.json')):
         os.remove(os.path.join(folder, 'meta.json'))
+    crc32 = {'tokenizer': zlib.crc32(json.dumps(tokenizer_spec).encode())}
     for split, ids in splits.items():
-        write_file(os.path.join(folder, split + '.bin'), np.array(ids, dtype='<u2').tobytes())
+        content = np.array(ids, dtype='<u2').tobytes()
+        crc32[split + '.bin'] = zlib.crc32(content)
+        write_file(os.path.join(folder, split + '.bin'), content)
     meta = {'kind': 'text', 'tokenizer': tokenizer_spec, 'vocab_size': tokenizer.vocab_size, 'source': source,
             'sha256': hashlib.sha256(text.encode('utf-8')).hexdigest(), 'characters': len(text),
-            'train_tokens': len(splits['train']), 'val_tokens': len(splits['val'])}
+            'train_tokens': len(splits['train']), 'val_tokens': len(splits['val']), 'crc32': crc32}
     write_file(os.path.join(folder, 'meta.json'), json.dumps(meta, indent=1))
     print(f'{folder}: {meta["train_tokens"]:,} training and {meta["val_tokens"]:,} validation tokens, '
           f'vocabulary {meta["vocab_size"]}, from {source}')
@@ -132,15 +136,18 @@ def read_meta(name):
         if isinstance(e, UserError):
             raise
         raise UserError(f'{path} is damaged ({type(e).__name__}: {e}): run prepare.py again') from e
+    if 'crc32' in meta and meta['crc32'].get('tokenizer') != zlib.crc32(json.dumps(meta['tokenizer']).encode()):
+        raise UserError(f'{path} is damaged (checksum of the tokenizer): run prepare.py again')
     if meta.get('vocab_size') != size:
         raise UserError(f'{path}: vocab_size = {meta.get("vocab_size")!r}, but its tokenizer has {size}: run prepare.py again')
     return meta
 
 
-def read_bin(path, vocab_size, block_size):
-    """Token ids of train.bin or val.bin as a memory map. Every id is checked here, once.
+def read_bin(path, meta, block_size):
+    """Token ids of train.bin or val.bin as a memory map. The whole file is checked here, once, at disk speed.
 
-    Raises UserError if the file is missing, of odd length, shorter than a block, or has ids beyond the vocabulary.
+    Raises UserError if the file is missing, of odd length, shorter than a block, has ids beyond the vocabulary, or is
+    not the file that meta.json was written for.
     """
     try:
         size = os.path.getsize(path)
@@ -152,10 +159,13 @@ def read_bin(path, vocab_size, block_size):
         raise UserError(f'{path}: {size // 2} tokens are fewer than block_size + 1 = {block_size + 1}: '
                         'use a smaller block_size or more data')
     tokens = np.memmap(path, dtype='<u2', mode='r')
+    vocab_size, crc32 = meta['vocab_size'], meta.get('crc32', {}).get(os.path.basename(path))
     if int(tokens.max()) >= vocab_size:
         where = int((tokens >= vocab_size).argmax())
         raise UserError(f'{path}: token {where} has id {tokens[where]}, beyond the vocabulary of {vocab_size}: '
                         'run prepare.py again')
+    if crc32 is not None and zlib.crc32(tokens) != crc32:
+        raise UserError(f'{path} is damaged (its checksum is not that in meta.json): run prepare.py again')
     return tokens
 
 
@@ -167,7 +177,7 @@ class TextBatches:
         if meta['kind'] != 'text':
             raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on plain text')
         self.T, self.seed, self.dropout = config.block_size, seed, config.dropout
-        self.tokens = {split: read_bin(os.path.join(dataset_folder(dataset), split + '.bin'), meta['vocab_size'], self.T)
+        self.tokens = {split: read_bin(os.path.join(dataset_folder(dataset), split + '.bin'), meta, self.T)
                        for split in ('train', 'val')}
         spare = len(self.tokens['val']) - self.T - 1  # the last start at which a row and its targets fit
         n = min(eval_rows, spare // self.T + 1)

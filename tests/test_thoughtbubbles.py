@@ -1,0 +1,300 @@
+"""Thoughtbubbles against a plain rendering of its formulas, one stream at a time in float64."""
+import json
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from config import UserError
+from model import GPT, GPTConfig, left_pad
+from test_model import explicit_attention
+from thoughtbubbles import PAD, Thoughtbubbles, ThoughtbubblesConfig, select, stream_positions
+
+SIZE = dict(vocab_size=11, block_size=16, n_layer=3, n_head=2, n_embd=16)
+MERGES = ['probs', 'residual', 'rightmost']
+
+
+def bubbles(seed=0, **settings):
+    torch.manual_seed(seed)
+    model = Thoughtbubbles(ThoughtbubblesConfig(**{**SIZE, **settings})).double()
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            p.data *= 8  # sharp scores and attention, so that every term matters
+    return model
+
+
+def reference(model, tokens, detach=()):
+    """Predictions (T,V) as log-probabilities. `detach` names the uses of the scores that get no gradient."""
+    c, T = model.config, len(tokens)
+
+    def p(log_p, use):
+        return (log_p.detach() if use in detach else log_p)
+    streams = [(model.wte.weight[t], torch.zeros(()).double(), i) for i, t in enumerate(tokens) for _ in range(c.copies)]
+    for layer, block in enumerate(model.blocks):
+        if layer in c.fork_layers:
+            fork, candidates = model.forks[str(layer)], []
+            for i, (x, log_p, src) in enumerate(streams):
+                z = fork.score.weight @ F.layer_norm(x, x.shape, fork.ln.weight)
+                z = z + torch.tensor([0, c.keep_bias])
+                a_fork, a_keep = torch.clamp(-torch.log(1 + torch.exp(-z)), min=-20)
+                forced = i + 1 == len(streams) or streams[i + 1][2] != src
+                candidates += [(x + fork.embedding, log_p + a_fork, src, False), (x, log_p + a_keep, src, forced)]
+            ranking = sorted(range(len(candidates)), key=lambda i: (not candidates[i][3], -candidates[i][1].item()))
+            kept = sorted(ranking[:min(math.ceil(c.kappa * T), 2 * len(streams))])
+            streams = [candidates[i][:3] for i in kept]
+        log_p = torch.stack([s[1] for s in streams])
+        positions = []
+        for i, (_, _, src) in enumerate(streams):
+            mine = [j for j, s in enumerate(streams) if s[2] == src]
+            positions.append(src - 1 + (mine.index(i) + 1) / len(mine))
+        h = torch.stack([F.layer_norm(s[0], s[0].shape, block.ln_1.weight) for s in streams])
+        visible = torch.ones(len(streams), len(streams)).tril().bool()
+        on = float(c.attenuate_attention)
+        update = explicit_attention(block.attn, h, positions, visible, on * p(log_p, 'logits'), on * p(log_p, 'values'))
+        xs = [s[0] + p(s[1], 'attention update').exp() * u for s, u in zip(streams, update)]
+        xs = [x + p(s[1], 'mlp update').exp() * block.mlp(F.layer_norm(x, x.shape, block.ln_2.weight))
+              for x, s in zip(xs, streams)]
+        streams = [(x, s[1], s[2]) for x, s in zip(xs, streams)]
+
+    def decode(x):
+        return (model.lm_head.weight @ F.layer_norm(x, x.shape, model.ln_f.weight)).softmax(0)
+    out = []
+    for token in range(T):
+        xs = torch.stack([s[0] for s in streams if s[2] == token])
+        ps = p(torch.stack([s[1] for s in streams if s[2] == token]), 'merge').exp()
+        if c.merge == 'probs':
+            out.append(sum(w * decode(x) for w, x in zip(ps / ps.sum(), xs)))
+        elif c.merge == 'residual':
+            out.append(decode((ps[:, None] * xs).sum(0)))
+        else:
+            out.append(decode(xs[-1]))
+    return torch.stack(out).log()
+
+
+def log_probs(model, idx, **kw):
+    return model(idx, **kw)[0].log_softmax(-1)  # merge='probs' gives log-probabilities: unchanged
+
+
+# --- the definition ---
+
+@pytest.mark.parametrize('settings', [
+    *(dict(merge=merge) for merge in MERGES), dict(fork_layers=(0, 1, 2), kappa=4.0), dict(kappa=1.0, merge='residual'),
+    dict(attenuate_attention=False), dict(keep_bias=1.5), dict(fork_layers=(), copies=2, merge='rightmost'),
+    dict(fork_layers=(1,), copies=2)], ids=str)
+def test_model_equals_the_plain_rendering(settings):
+    model = bubbles(**settings)
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    predicted = log_probs(model, torch.tensor([tokens]))[0]
+    assert (predicted - reference(model, tokens)).abs().max() < 1e-9
+    loss = model(torch.tensor([tokens[:-1]]), torch.tensor([tokens[1:]]))[1]
+    expected = F.nll_loss(reference(model, tokens[:-1]), torch.tensor(tokens[1:]))
+    assert abs(loss - expected) < 1e-9
+
+
+def test_fork_step_equals_worked_values():
+    with open(os.path.join(os.path.dirname(__file__), 'fork_cases.json'), encoding='utf-8') as f:
+        cases = json.load(f)
+    assert len(cases) == 6
+    for case in cases:
+        log_p, scores = (torch.tensor([case[key]], dtype=torch.float64) for key in ('log_p', 'scores'))
+        src = torch.tensor([case['src']])
+        parent, is_fork, new_log_p = select(log_p, src, scores, min(case['budget'], 2 * src.size(1)))
+        new_src = src.gather(1, parent)
+        assert parent[0].tolist() == case['parent'] and is_fork[0].tolist() == case['is_fork']
+        assert new_src[0].tolist() == case['src_out']
+        assert new_log_p[0].tolist() == pytest.approx(case['log_p_out'], abs=1e-9)
+        positions = stream_positions(new_log_p, new_src, int(src.max()) + 1)
+        assert positions[0].tolist() == pytest.approx(case['positions_out'], abs=1e-9)
+
+
+def test_extreme_scores_keep_order_and_stay_finite():
+    log_p, src = torch.zeros(1, 3), torch.arange(3)[None]
+    scores = torch.tensor([[[1e4, -1e4], [-1e4, -1e4], [0.0, 1e4]]], requires_grad=True)
+    parent, is_fork, out = select(log_p, src, scores, 4)
+    # originals are forced whatever their score, which stays the learned one; the one free place goes to the best copy
+    assert parent[0].tolist() == [0, 0, 1, 2] and is_fork[0].tolist() == [True, False, False, False]
+    assert out[0].tolist() == [0.0, -20.0, -20.0, 0.0]
+    out.sum().backward()
+    assert scores.grad.isfinite().all()
+    # equal scores: the earlier stream wins
+    parent, is_fork, _ = select(log_p, src, torch.zeros(1, 3, 2), 5)
+    assert parent[0].tolist() == [0, 0, 1, 1, 2]
+
+
+def test_without_forks_it_is_the_plain_gpt_exactly():
+    for merge in MERGES:
+        torch.manual_seed(3)
+        plain = GPT(GPTConfig(**SIZE, dropout=0.1))
+        torch.manual_seed(3)
+        model = Thoughtbubbles(ThoughtbubblesConfig(**SIZE, dropout=0.1, fork_layers=(), merge=merge))
+        idx, targets = torch.randint(11, (2, 2, 9))
+        losses = []
+        for m in (plain, model):
+            torch.manual_seed(4)  # dropout
+            loss = m(idx, targets)[1]
+            loss.backward()
+            losses.append(loss)
+        assert losses[0].item() == losses[1].item()
+        assert (plain(idx)[0].shape == model(idx)[0].shape)
+        for (name, p), (other, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+            assert name == other and torch.equal(p, q) and torch.equal(p.grad, q.grad)
+        assert plain.generate([[1, 2], [3]], 20, temperature=0) == model.generate([[1, 2], [3]], 20, temperature=0)
+        assert plain.flops_per_token() == model.flops_per_token()
+
+
+# --- gradients ---
+
+USES = ['logits', 'values', 'attention update', 'mlp update', 'merge']
+
+
+@pytest.mark.parametrize('merge', ['probs', 'residual'])
+def test_scores_learn_through_each_use(merge):
+    """With one fork step the gradient of the scores is the sum of five parts, one for each use; none is missing."""
+    model = bubbles(fork_layers=(1,), merge=merge)
+    tokens, target = [3, 1, 4, 1, 5, 9], torch.tensor([1, 4, 1, 5, 9, 2])
+    weight = model.forks['1'].score.weight
+    parts = []
+    for use in USES:
+        loss = F.nll_loss(reference(model, tokens, detach=[u for u in USES if u != use]), target)
+        parts.append(torch.autograd.grad(loss, weight)[0])
+    full = torch.autograd.grad(model(torch.tensor([tokens]), target[None])[1], weight)[0]
+    assert (sum(parts) - full).abs().max() < 1e-9
+    for use, part in zip(USES, parts):
+        assert part.abs().max() > 1e-6, use
+
+
+def test_every_parameter_learns():
+    model = bubbles(kappa=1.5)
+    model(torch.randint(11, (3, 12)), torch.randint(11, (3, 12)))[1].backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.abs().max() > 0, name
+
+
+# --- what may see what ---
+
+@pytest.mark.parametrize('merge', MERGES)
+def test_with_a_budget_that_never_binds_the_future_is_invisible(merge):
+    model = bubbles(kappa=4.0, merge=merge)  # two forks make at most four streams of a token
+    idx = torch.randint(11, (1, 12))
+    changed = idx.clone()
+    changed[0, 7:] = (changed[0, 7:] + 1) % 11
+    difference = (log_probs(model, idx) - log_probs(model, changed)).abs().amax(-1)[0]
+    assert difference[:7].max() < 1e-10 and difference[7:].min() > 1e-6
+
+
+def test_a_binding_budget_lets_the_future_choose_copies():
+    model = bubbles(kappa=1.5)
+    idx = torch.randint(11, (8, 12))
+    changed = idx.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 11
+    assert (log_probs(model, idx) - log_probs(model, changed)).abs()[:, :7].max() > 1e-6
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('settings', [*(dict(merge=merge) for merge in MERGES), dict(attenuate_attention=False),
+                                      dict(kappa=1.3), dict(copies=2, fork_layers=(), merge='rightmost'),
+                                      dict(learned_positions=True)], ids=str)
+def test_rows_and_padding_do_not_affect_each_other(settings, side):
+    model = bubbles(**settings)
+    rows = [torch.randint(11, (n,)).tolist() for n in (5, 12, 1, 9)]
+    alone = [log_probs(model, torch.tensor([row]))[0] for row in rows]
+    idx, pad = left_pad(rows, 'cpu')
+    if side == 'right':
+        for row, tokens in enumerate(rows):
+            idx[row], pad[row] = torch.tensor(tokens + [7] * (12 - len(tokens))), torch.arange(12) >= len(tokens)
+    together = log_probs(model, idx, pad=pad)
+    for row in range(len(rows)):
+        assert (together[row][~pad[row]] - alone[row]).abs().max() < 1e-8
+    # nor does padding change the loss of the rest
+    targets = torch.where(pad, -1, idx)
+    expected = -sum(lp[torch.arange(len(r)), r].sum() for lp, r in zip(alone, map(torch.tensor, rows)))
+    assert abs(model(idx, targets, pad=pad)[1] - expected / (~pad).sum()) < 1e-8
+    assert log_probs(model, idx, pad=pad).isfinite().all()
+
+
+def test_padding_takes_nothing_from_the_budget():
+    model = bubbles(kappa=1.5)
+    idx, pad = left_pad([list(range(4)), list(range(10))], 'cpu')
+    _, log_p, src = model.streams(idx, pad)
+    alive = log_p > PAD / 2
+    assert alive.sum(1).tolist() == [6, 15]  # ceil(1.5 T)
+    assert not alive[0][src[0] < 6].any()
+
+
+@pytest.mark.parametrize('settings', [dict(kappa=k, fork_layers=f) for k in (1, 1.1, 2, 3.7) for f in ((0,), (0, 1, 2))], ids=str)
+def test_budget_order_and_originals(settings):
+    settings = {**settings, 'kappa': float(settings['kappa'])}
+    for random in (False, True):
+        model = bubbles(random_forks=random, **settings)
+        _, log_p, src = model.streams(torch.randint(11, (3, 10)))
+        wanted = min(math.ceil(round(settings['kappa'] * 10, 6)), 10 * 2 ** len(settings['fork_layers']))
+        assert src.shape == (3, wanted) and (src.diff(dim=1) >= 0).all() and (log_p <= 0).all()
+        assert all(set(row.tolist()) == set(range(10)) for row in src)  # every token keeps a stream
+
+
+def test_random_forks_are_drawn_anew_and_ignore_the_scores():
+    model = bubbles(random_forks=True, kappa=1.5)
+    idx = torch.randint(11, (1, 12))
+    assert any(not torch.equal(model.streams(idx)[2], model.streams(idx)[2]) for _ in range(5))
+
+
+@pytest.mark.parametrize('merge', MERGES)
+def test_merged_probabilities_sum_to_one(merge):
+    model = bubbles(merge=merge, kappa=3.0)
+    prediction = model(torch.randint(11, (3, 12)))[0]
+    probs = prediction.exp() if merge == 'probs' else prediction.softmax(-1)
+    assert (probs.sum(-1) - 1).abs().max() < 1e-12
+
+
+# --- generation ---
+
+@pytest.mark.parametrize('merge', MERGES)
+def test_generation_rereads_the_text_under_its_present_budget(merge):
+    model = bubbles(merge=merge)
+    text = [1, 2, 3]
+    for token in model.generate([[1, 2, 3]], 13, temperature=0)[0]:
+        assert token == log_probs(model, torch.tensor([text]))[0, -1].argmax()
+        text.append(token)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 1], [9]]
+    together = model.generate(prompts, 30, temperature=0)  # past block_size
+    assert together == [model.generate([p], 30, temperature=0)[0] for p in prompts]
+
+
+def test_effort_counts_the_streams_of_each_token():
+    model = bubbles(kappa=1.5)
+    prompts, new = [[1, 2, 3, 4], list(range(10))], [[5, 6], list(range(10))]
+    held = model.effort(prompts, new)
+    assert len(held[0]) == 6 and sum(held[0]) == 9 and min(held[0]) >= 1
+    assert held[1][:4] == [None] * 4 and sum(held[1][4:]) == 24
+
+
+def test_dropout_is_off_in_eval():
+    model = bubbles(dropout=0.5)
+    idx = torch.randint(11, (2, 9))
+    assert (log_probs(model, idx) - log_probs(model, idx)).abs().max() > 1e-3
+    model.eval()
+    assert (log_probs(model, idx) - log_probs(model, idx)).abs().max() == 0
+
+
+def test_flops_follow_the_streams():
+    gpt, kappa2 = bubbles(fork_layers=()), bubbles(kappa=2.0)  # forks before blocks 1 and 2 of 3
+    blocks = sum(p.numel() for p in gpt.blocks[0].parameters())
+    head = gpt.lm_head.weight.numel()
+    by_hand = sum(6 * blocks * S + 12 * 16 * S * S for S in (16, 32, 32)) + 6 * head * 32
+    assert kappa2.flops_per_token() == by_hand / 16
+
+
+@pytest.mark.parametrize('settings, named', [
+    (dict(fork_layers=(1, 3)), 'fork_layers = .*3 is no block of n_layer = 3'), (dict(fork_layers=(1.5,)), 'fork_layers'),
+    (dict(fork_layers=(1, 1)), 'once'), (dict(kappa=0.5), 'kappa = 0.5'), (dict(kappa=math.nan), 'kappa = nan'),
+    (dict(merge='mean'), "merge = 'mean'"), (dict(copies=0), 'copies = 0')])
+def test_impossible_settings_are_named(settings, named):
+    with pytest.raises(UserError, match=named):
+        bubbles(**settings)
+
+
+def test_a_row_longer_than_block_size_is_named():
+    with pytest.raises(UserError, match='17 tokens'):
+        bubbles()(torch.zeros(1, 17, dtype=torch.long))

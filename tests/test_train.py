@@ -1,0 +1,262 @@
+"""The loop: exact batches, exact resume, whole checkpoints, and one clear line for what is wrong."""
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import data
+import sample
+import train
+from config import UserError
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+METHOD_SETTINGS = [dict(method='gpt'), dict(method='thoughtbubbles', fork_layers='1,2')]
+
+
+def read_log(folder):
+    with open(os.path.join(folder, 'log.jsonl'), encoding='utf-8') as f:
+        return [json.loads(line) for line in f]
+
+
+def without_speed(log):
+    return [{k: v for k, v in entry.items() if k != 'tokens_per_s'} for entry in log]
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """interrupt(step): a SIGTERM arrives while the batch of that step is drawn."""
+    draw = data.TextBatches.train_batch
+
+    def at(step):
+        def train_batch(self, now, rows):
+            if now == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return draw(self, now, rows)
+        monkeypatch.setattr(data.TextBatches, 'train_batch', train_batch)
+    return at
+
+
+def test_a_run_leaves_checkpoints_a_log_and_a_sample(run, tmp_path, capsys):
+    checkpoint = run(method='thoughtbubbles', max_iters=5)
+    assert checkpoint['step'] == 5 and checkpoint['method'] == 'thoughtbubbles'
+    assert sorted(os.listdir(tmp_path / 'run')) == ['best.pt', 'ckpt.pt', 'log.jsonl']
+    log = read_log(tmp_path / 'run')
+    assert [(e['iter'], 'val_loss' in e) for e in log] == [
+        (0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True), (5, False), (5, True)]
+    best = min(e['val_loss'] for e in log if 'val_loss' in e)
+    saved = train.load_checkpoint(str(tmp_path / 'run' / 'best.pt'))
+    assert saved['best_val_loss'] == best and math.isfinite(best)
+    assert checkpoint['best_val_loss'] == best  # the last checkpoint knows of the last evaluation
+    out = capsys.readouterr().out
+    assert 'cpu (as set)' in out and 'float32 (' in out and 'a sample at temperature' in out
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess(run, tmp_path):
+    run()
+    assert abs(read_log(tmp_path / 'run')[0]['val_loss'] - math.log(18)) < 0.1
+
+
+@pytest.mark.parametrize('settings', METHOD_SETTINGS, ids=lambda s: s['method'])
+def test_accumulation_changes_nothing(run, tmp_path, settings):
+    runs = [run(f'run{a}', batch_size=8 // a, grad_accum=a, **settings) for a in (1, 2, 8)]
+    logs = [read_log(tmp_path / f'run{a}') for a in (1, 2, 8)]
+    for other in (1, 2):
+        for one, two in zip(logs[0], logs[other], strict=True):
+            key = 'val_loss' if 'val_loss' in one else 'train_loss'
+            assert one[key] == pytest.approx(two[key], abs=2e-5)
+        for name, weight in runs[0]['model'].items():
+            assert (weight - runs[other]['model'][name]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize('settings', METHOD_SETTINGS, ids=lambda s: s['method'])
+def test_resume_equals_an_uninterrupted_run_bit_for_bit(run, tmp_path, interrupt, capsys, settings):
+    settings = dict(settings, dropout=0.2, max_iters=8, grad_accum=2, eval_interval=3)
+    whole = run('whole', **settings)
+    interrupt(4)
+    half = run('parts', **settings)
+    assert half['step'] == 5 and 'stopped by a signal after step 5' in capsys.readouterr().out
+    resumed = run('parts', init_from='resume', **settings)
+    assert resumed['step'] == 8
+    for name, weight in whole['model'].items():
+        assert torch.equal(weight, resumed['model'][name]), name
+    for one, two in zip(whole['optimizer']['state'].values(), resumed['optimizer']['state'].values(), strict=True):
+        assert all(torch.equal(one[key], two[key]) for key in one)
+    assert without_speed(read_log(tmp_path / 'whole')) == without_speed(read_log(tmp_path / 'parts'))
+    assert whole['best_val_loss'] == resumed['best_val_loss']
+
+
+def test_auto_resumes_if_there_is_something_to_resume(run, interrupt, capsys):
+    interrupt(2)
+    assert run(init_from='auto')['step'] == 3
+    assert 'resuming' not in capsys.readouterr().out
+    assert run(init_from='auto')['step'] == 4
+    assert 'resuming' in capsys.readouterr().out
+
+
+def test_an_earlier_run_is_not_overwritten_by_accident(run):
+    run(seed=1)
+    with pytest.raises(UserError, match='holds a checkpoint already.*--init_from=resume.*--overwrite'):
+        run(seed=2)
+    assert run(seed=2, overwrite=True)['settings']['seed'] == 2
+
+
+def test_eval_only_writes_nothing(run, tmp_path, capsys):
+    trained = run()
+    before = {f: os.path.getmtime(tmp_path / 'run' / f) for f in os.listdir(tmp_path / 'run')}
+    capsys.readouterr()
+    run(init_from='resume', eval_only=True)
+    assert f'step 4: val loss {trained["best_val_loss"]:.4f}' in capsys.readouterr().out
+    assert {f: os.path.getmtime(tmp_path / 'run' / f) for f in os.listdir(tmp_path / 'run')} == before
+
+
+def test_a_run_can_start_from_another_checkpoint(run, tmp_path, capsys):
+    first = run('first')
+    start = str(tmp_path / 'first' / 'ckpt.pt')
+    second = run('second', init_from=start, method='thoughtbubbles', fork_layers='1', max_iters=0)
+    assert 'a gpt model; new: forks.1.embedding, forks.1.ln.weight, forks.1.score.weight' in capsys.readouterr().out
+    assert all(torch.equal(weight, second['model'][name]) for name, weight in first['model'].items())
+
+
+def test_divergence_stops_before_a_checkpoint(run, tmp_path, monkeypatch):
+    forward, calls = train.GPT.forward, []
+
+    def explode_in_the_third_step(self, idx, targets=None, pad=None):
+        logits, loss = forward(self, idx, targets, pad)
+        calls.extend([1] * self.training)
+        return logits, loss * math.inf if self.training and len(calls) == 3 else loss
+    monkeypatch.setattr(train.GPT, 'forward', explode_in_the_third_step)
+    with pytest.raises(UserError, match='step 2: loss inf.*diverged'):
+        run(eval_interval=1)
+    saved = train.load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))
+    assert saved['step'] == 2 and all(weight.isfinite().all() for weight in saved['model'].values())
+
+
+# --- wrong inputs: one line that names setting or file, the value and the way out ---
+
+@pytest.mark.parametrize('settings, message', [
+    (dict(batch_size=0), 'batch_size = 0'), (dict(learning_rate=-1), 'learning_rate = -1'),
+    (dict(block_size=400), 'fewer than block_size'), (dict(n_embd=15), 'n_embd = 15 is not divisible by n_head = 2'),
+    (dict(method='thoughtbubbles', fork_layers='1,3'), '3 is no block of n_layer = 3'),
+    (dict(method='thoughtbubbles', kappa=0.5), 'kappa = 0.5'), (dict(vocab_size=5), 'vocab_size = 5'),
+    (dict(dataset='no_such_set'), "dataset = 'no_such_set'"), (dict(device='tpu'), "device = 'tpu'"),
+    (dict(device='cuda:99'), "device = 'cuda:99' is absent"), (dict(dtype='int8'), "dtype = 'int8'"),
+    (dict(compile='yes'), "compile = 'yes'"),
+    (dict(init_from='resume'), 'ckpt.pt is not there'), (dict(init_from='nowhere.pt'), 'nowhere.pt is not there'),
+    (dict(out_dir=os.devnull + '/x'), 'out_dir'),
+], ids=str)
+def test_wrong_settings(run, tmp_path, settings, message):
+    with pytest.raises(UserError, match=message) as caught:
+        run(**settings)
+    assert '\n' not in str(caught.value)
+
+
+def test_resuming_another_method_is_refused(run):
+    run()
+    with pytest.raises(UserError, match='is a gpt model, not thoughtbubbles'):
+        run(method='thoughtbubbles', init_from='resume')
+
+
+@pytest.mark.parametrize('content', [b'', b'not a checkpoint', b'PK\x03\x04 half a zip'])
+def test_a_file_that_is_no_checkpoint(tmp_path, content):
+    path = tmp_path / 'ckpt.pt'
+    path.write_bytes(content)
+    with pytest.raises(UserError, match='ckpt.pt is no checkpoint'):
+        train.load_checkpoint(str(path))
+
+
+def test_truncated_foreign_and_hostile_checkpoints(run, tmp_path):
+    run()
+    path = str(tmp_path / 'run' / 'ckpt.pt')
+    with open(path, 'rb') as f:
+        whole = f.read()
+    bad = str(tmp_path / 'bad.pt')
+    for keep in (1, len(whole) // 2, len(whole) - 1):
+        with open(bad, 'wb') as f:
+            f.write(whole[:keep])
+        with pytest.raises(UserError, match='bad.pt is no checkpoint'):
+            train.load_checkpoint(bad)
+    for foreign, message in [({'weights': torch.zeros(1)}, 'not a checkpoint of this project'), ([1], 'not a checkpoint'),
+                             ({'version': 99}, 'layout 99'), ({'version': 1}, 'lacks'), (Hostile(), 'more than tensors')]:
+        torch.save(foreign, bad)
+        with pytest.raises(UserError, match=message):
+            train.load_checkpoint(bad)
+    assert not os.path.exists(Hostile.mark)
+    checkpoint = train.load_checkpoint(path)
+    checkpoint['model_config']['n_embd'] = 32
+    with pytest.raises(UserError, match='do not fit together'):
+        train.build_model(checkpoint)
+
+
+class Hostile:
+    mark = 'a_pickle_ran_code'
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+def test_the_command_line_prints_one_line_and_no_traceback(tmp_path):
+    for command in (['train.py', '--learning_rte=1'], ['sample.py', f'--out_dir={tmp_path}'], ['bench.py', '--part=x']):
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
+
+
+# --- sample.py ---
+
+@pytest.fixture
+def trained(run, tmp_path, dataset, capsys):
+    """A Thoughtbubbles checkpoint whose data set is gone: sampling needs the checkpoint alone."""
+    run(method='thoughtbubbles')
+    for name in os.listdir(dataset):
+        os.remove(os.path.join(dataset, name))
+    capsys.readouterr()
+    return str(tmp_path / 'run' / 'ckpt.pt')
+
+
+def text_of(capsys, *argv):
+    sample.main(list(argv))
+    return capsys.readouterr().out
+
+
+def test_sampling(trained, capsys, tmp_path):
+    arguments = [f'--checkpoint={trained}', '--prompt=12 plus', '--max_new_tokens=30']
+    first = text_of(capsys, *arguments)
+    assert first.startswith('12 plus') and len(first) == 7 + 30 + 1
+    assert first == text_of(capsys, *arguments) != text_of(capsys, *arguments, '--seed=5')
+    (tmp_path / 'prompt.txt').write_text('3 is', encoding='utf-8')
+    assert text_of(capsys, *arguments, f'--prompt_file={tmp_path / "prompt.txt"}').startswith('3 is')
+    several = text_of(capsys, *arguments, '--num_samples=3')
+    assert several.count('12 plus') == 3 and '--- 3 of 3 ---' in several
+    greedy = text_of(capsys, *arguments, '--temperature=0', '--num_samples=2')
+    assert greedy.split('--- 2 of 2 ---\n')[0].replace('--- 1 of 2 ---\n', '') == greedy.split('--- 2 of 2 ---\n')[1]
+
+
+def test_sampling_shows_streams_as_numbers_or_colours(trained, capsys, monkeypatch):
+    arguments = [f'--checkpoint={trained}', '--prompt=1 plus', '--max_new_tokens=8', '--show']
+    numbers = text_of(capsys, *arguments)
+    counts = [int(n) for n in re.findall(r"':(\d+)", numbers)]
+    assert len(counts) == 6 + 8 and sum(counts) == 2 * 14  # kappa = 2
+    assert 'streams per token: ' in numbers and 'mean streams per token: 2.00' in numbers and '\033' not in numbers
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
+    coloured = text_of(capsys, *arguments)
+    assert '\033[48;5;' in coloured and 'mean 2.00' in coloured
+
+
+@pytest.mark.parametrize('argument, message', [
+    ('--prompt=', 'prompt is empty'), ('--prompt=é', "has no 'é'"), ('--prompt_file=nowhere.txt', 'nowhere.txt'),
+    ('--num_samples=0', 'num_samples = 0'), ('--max_new_tokens=0', 'max_new_tokens = 0'), ('--temperature=-1', 'temperature = -1'),
+    ('--top_p=0', 'top_p = 0'), ('--top_k=-2', 'top_k = -2'), ('--stop=12', "stop = '12' is 2 tokens"), ('--device=cuda:99', 'absent')])
+def test_wrong_sampling(trained, argument, message):
+    with pytest.raises(UserError, match=message):
+        sample.main([f'--checkpoint={trained}', argument])
+
+
+def test_showing_a_plain_gpt_is_refused(run, tmp_path):
+    run()
+    with pytest.raises(UserError, match='nothing to show'):
+        sample.main([f'--out_dir={tmp_path / "run"}', '--show', '--max_new_tokens=3'])
