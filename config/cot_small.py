@@ -8,11 +8,12 @@ n_layer = 6
 n_head = 4
 n_embd = 128
 block_size = 192
+rope_base = 300.0  # rows are short
 
-batch_size = 64
-max_iters = 1500
+batch_size = 32
+max_iters = 2400
 learning_rate = 2e-3
-min_lr = 2e-4
+min_lr = 1e-4
 warmup_iters = 100
 weight_decay = 0.01
-eval_interval = 500
+eval_interval = 300

@@ -1,4 +1,4 @@
-# Reasoning in Memory on gsm_toy, from the small model that cot_small trains (run first where it is missing).
+# Reasoning in Memory on gsm_toy, from the small model that cot_small trains (it is run first where it is missing).
 from config.cot_small import *  # noqa: F403
 
 train_on = 'rim'
@@ -6,11 +6,11 @@ out_dir = 'out/rim_small'
 init_from = 'out/cot_small/ckpt.pt'
 start_config = 'config/cot_small.py'
 
-n_blocks = 8
+n_blocks = 6
 n_mem = 2
 max_iters = 2000
-learning_rate = 1e-3
+learning_rate = 1.5e-3
 min_lr = 1e-4
-stage2_iters = 800
-stage2_learning_rate = 3e-4
+stage2_iters = 600
+stage2_learning_rate = 5e-4
 stage2_dropout = 0.0

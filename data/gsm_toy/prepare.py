@@ -1,7 +1,9 @@
-"""Word problems made on the spot: 1 to 6 steps of arithmetic on small numbers, the same for the same seed.
+"""Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with ten digits, the same for the same seed.
 
-Ann has 7 figs, eats 2, doubles them. How many now?   steps 7-2=5, 5*2=10   answer 10
-No question occurs in two of train, val and test.
+Ann's dial is at 7, up 5, back 3. And now?   steps 7+5=2, 2-3=9   answer 9
+
+After 9 comes 0 again. On a dial every answer is equally likely as long as a single step is unknown, so that guessing
+or adding up roughly gains nothing. No question occurs in two of train, val and test.
 """
 import os
 import random
@@ -15,33 +17,26 @@ from data import records  # noqa: E402
 SMALL = True  # train.py prepares it by itself
 SEED = 1
 ROWS = {'test': 1200, 'val': 600, 'train': 60000}
-MAX_STEPS, LARGEST = 6, 20  # no number in a problem is above LARGEST
+MAX_STEPS = 6
 
-NAMES = ['Ann', 'Bob', 'Cy', 'Dan', 'Eve', 'Gus', 'Ivo', 'Jo', 'Kim', 'Lea', 'Max', 'Zoe']
-THINGS = ['cups', 'eggs', 'figs', 'hats', 'keys', 'nuts', 'pens', 'toys']
-OPENINGS = ['{name} has {n} {thing}', '{name} had {n} {thing}', '{name} owns {n} {thing}']
-QUESTIONS = ['How many?', 'How many now?', 'And now?', 'What is left?']
-PHRASES = {'+': ['gets {n}', 'buys {n}', 'wins {n}', 'finds {n}'],
-           '-': ['uses {n}', 'sells {n}', 'loses {n}', 'gives {n}'],
-           '*': ['doubles'],
-           '/': ['halves']}
+NAMES = ['Ann', 'Bob', 'Dan', 'Eve', 'Gus', 'Ivo', 'Kim', 'Lea', 'Max', 'Zoe']
+THINGS = ['dial', 'disk', 'gear', 'knob', 'lock', 'ring']
+OPENINGS = ["{name}'s {thing} is at {n}", "{name}'s {thing} shows {n}", '{name} sets a {thing} to {n}']
+QUESTIONS = ['And now?', 'Where now?', 'What is it now?']
+MOVES = {'+': ['up {n}', 'on {n}', 'adds {n}'], '-': ['down {n}', 'back {n}', 'off {n}']}
 
 
 def make_problem(rng, n_steps):
     """(question, steps, answer) with n_steps calculations."""
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    value = rng.randint(1, 9)
-    sentence, steps = [rng.choice(OPENINGS).format(name=name, n=value, thing=thing)], []
+    value = rng.randint(0, 9)
+    text, steps = rng.choice(OPENINGS).format(name=rng.choice(NAMES), thing=rng.choice(THINGS), n=value), []
     for _ in range(n_steps):
-        possible = ([('+', n) for n in range(1, 10) if value + n <= LARGEST]
-                    + [('-', n) for n in range(1, 10) if value - n >= 1]
-                    + [('*', 2)] * (3 if 2 * value <= LARGEST else 0) + [('/', 2)] * (3 if value % 2 == 0 else 0))
-        sign, n = rng.choice(possible)
-        result = {'+': value + n, '-': value - n, '*': value * n, '/': value // n}[sign]
+        sign, n = rng.choice('+-'), rng.randint(1, 9)
+        result = (value + n if sign == '+' else value - n) % 10
         steps.append(f'{value}{sign}{n}={result}')
-        sentence.append(rng.choice(PHRASES[sign]).format(n=n))
+        text += ', ' + rng.choice(MOVES[sign]).format(n=n)
         value = result
-    return f'{", ".join(sentence)}. {rng.choice(QUESTIONS).format(thing=thing)}', steps, str(value)
+    return f'{text}. {rng.choice(QUESTIONS)}', steps, str(value)
 
 
 def main(argv):
@@ -49,15 +44,17 @@ def main(argv):
         raise config.UserError(f'{argv[0]!r}: this script takes no arguments')
     rng, seen, splits = random.Random(SEED), set(), {}
     for split, n in ROWS.items():
-        rows = []
-        while len(rows) < n:
-            problem = make_problem(rng, 1 + len(rows) % MAX_STEPS)  # equally many of each number of steps
+        splits[split] = []
+        while len(splits[split]) < n:
+            problem = make_problem(rng, 1 + len(splits[split]) % MAX_STEPS)  # equally many of each number of steps
             if problem[0] not in seen:
                 seen.add(problem[0])
-                rows.append(problem)
-        splits[split] = rows
-    chars = sorted(set('\n'.join('\n'.join([q, *steps, answer]) for rows in splits.values() for q, steps, answer in rows)))
-    records.write_record_dataset(FOLDER, splits, {'kind': 'char', 'chars': chars}, f'data/gsm_toy/prepare.py, seed {SEED}')
+                splits[split].append(problem)
+    chars = set('\n')
+    for rows in splits.values():
+        for question, steps, answer in rows:
+            chars.update(question, *steps, answer)
+    records.write_record_dataset(FOLDER, splits, {'kind': 'char', 'chars': sorted(chars)}, f'made with seed {SEED}')
 
 
 if __name__ == '__main__':
