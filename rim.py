@@ -255,7 +255,7 @@ class RiM(GPT):
         for c in cache:
             c.length = end
         pad = None if pad is None else pad[:, :end]
-        rows, total = [[] for _ in hidden], torch.zeros(len(hidden), device=hidden.device)
+        rows, total = [[] for _ in hidden], hidden.new_zeros(len(hidden))
         live, logits = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device), self.logits(hidden)
         for i in range(min(max_new_tokens, self.config.block_size - end)):
             if i:

@@ -19,7 +19,7 @@ URL = 'https://raw.githubusercontent.com/openai/grade-school-math/master/grade_s
 
 
 def main(argv):
-    settings, _ = config.load(__file__, argv)
+    settings = config.load(__file__, argv)[0]
     splits, left_out = {}, Counter()
     for split in ('train', 'test'):
         name, rows = split + '.jsonl', []

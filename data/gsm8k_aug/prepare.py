@@ -47,7 +47,7 @@ def parse_json(text, path):
 
 
 def main(argv):
-    settings, _ = config.load(__file__, argv)
+    settings = config.load(__file__, argv)[0]
     folder, rows, left_out = settings['input'], {}, Counter()
     for split in ('train', 'valid', 'test'):
         name = split + ('.json' if os.path.exists(os.path.join(folder, split + '.json')) and folder else '.txt')
