@@ -7,7 +7,7 @@ init_from = 'out/cot_small/ckpt.pt'
 start_config = 'config/cot_small.py'
 
 n_blocks = 6
-n_mem = 2
+n_mem = 4  # with <b> and </b> as long as a written step
 max_iters = 2000
 learning_rate = 1.5e-3
 min_lr = 1e-4

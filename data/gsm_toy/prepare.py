@@ -1,9 +1,10 @@
 """Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with ten digits, the same for the same seed.
 
-Ann's dial is at 7, up 5, back 3. And now?   steps 7+5=2, 2-3=9   answer 9
+Ann's dial is at 7 add 5 cut 3. Now?   steps 7+5=2, 2-3=9   answer 9
 
 After 9 comes 0 again. On a dial every answer is equally likely as long as a single step is unknown, so that guessing
-or adding up roughly gains nothing. No question occurs in two of train, val and test.
+or adding up roughly gains nothing. Every move takes as many characters as a written step, which lets a small model
+find the next move quickly. No question occurs in two of train, val and test.
 """
 import os
 import random
@@ -21,9 +22,9 @@ MAX_STEPS = 6
 
 NAMES = ['Ann', 'Bob', 'Dan', 'Eve', 'Gus', 'Ivo', 'Kim', 'Lea', 'Max', 'Zoe']
 THINGS = ['dial', 'disk', 'gear', 'knob', 'lock', 'ring']
-OPENINGS = ["{name}'s {thing} is at {n}", "{name}'s {thing} shows {n}", '{name} sets a {thing} to {n}']
-QUESTIONS = ['And now?', 'Where now?', 'What is it now?']
-MOVES = {'+': ['up {n}', 'on {n}', 'adds {n}'], '-': ['down {n}', 'back {n}', 'off {n}']}
+OPENINGS = ["{name}'s {thing} is at {n}", "{name}'s {thing} shows {n}", '{name} sets a {thing} to {n}', '{name} has a {thing} at {n}']
+QUESTIONS = ['. Now?', '. End?']
+MOVES = {'+': [' add {n}', ' put {n}', ' win {n}'], '-': [' cut {n}', ' off {n}', ' sub {n}']}
 
 
 def make_problem(rng, n_steps):
@@ -34,9 +35,9 @@ def make_problem(rng, n_steps):
         sign, n = rng.choice('+-'), rng.randint(1, 9)
         result = (value + n if sign == '+' else value - n) % 10
         steps.append(f'{value}{sign}{n}={result}')
-        text += ', ' + rng.choice(MOVES[sign]).format(n=n)
+        text += rng.choice(MOVES[sign]).format(n=n)
         value = result
-    return f'{text}. {rng.choice(QUESTIONS)}', steps, str(value)
+    return text + rng.choice(QUESTIONS), steps, str(value)
 
 
 def main(argv):
