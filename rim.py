@@ -77,15 +77,13 @@ def build_row(question, readouts, weights, n_mem, special, question_weight=0.0):
               question[1:] + [-1], [question_weight / max(1, len(question) - 1)] * (len(question) - 1) + [0.0])
     position = len(question)  # read-outs do not count: a block goes on where the last block ended
     for k, (readout, weight) in enumerate(zip(readouts, weights), 1):
-        row.tokens.extend(memory)
-        row.kind.extend([MEMORY] * len(memory))
+        readout = readout if weight else []
+        row.tokens.extend(memory + readout)
+        row.kind.extend([MEMORY] * len(memory) + [READOUT] * len(readout))
+        row.block.extend([k] * len(memory + readout))
+        row.positions.extend(range(position, position + len(memory + readout)))
         row.targets.extend([-1] * len(memory))
         row.weights.extend([0.0] * len(memory))
-        readout = readout if weight else []
-        row.tokens.extend(readout)
-        row.kind.extend([READOUT] * len(readout))
-        row.block.extend([k] * (len(memory) + len(readout)))
-        row.positions.extend(range(position, position + len(memory) + len(readout)))
         position += len(memory)
         if readout:  # the token before it, </b>, predicts its first token; its own last token predicts the end
             row.targets[-1], row.weights[-1] = readout[0], weight / (len(readout) + 1)
@@ -159,9 +157,10 @@ class RiM(GPT):
             raise UserError(f'vocab_size = {V}: there must be room for {", ".join(records.SPECIAL)} behind the text')
         self.special = list(range(V - len(records.SPECIAL), V))  # the last ids of the vocabulary
         if config.lora_rank:
-            for block in self.blocks:
-                for part, name in [(block.attn, 'c_attn'), (block.attn, 'c_proj'), (block.mlp, 'c_fc'), (block.mlp, 'c_proj')]:
-                    setattr(part, name, LoRALinear(getattr(part, name), config.lora_rank))
+            for part in [part for block in self.blocks for part in (block.attn, block.mlp)]:
+                for name, linear in list(part.named_children()):
+                    if isinstance(linear, nn.Linear):
+                        setattr(part, name, LoRALinear(linear, config.lora_rank))
             for name, p in self.named_parameters():
                 p.requires_grad = 'lora_' in name or name == 'wte.weight'
             is_new = (torch.arange(V) >= self.special[0]).float()[:, None]
@@ -192,23 +191,23 @@ class RiM(GPT):
         return None, (nll * weights[trained]).sum() / idx.size(0)
 
     def encode_thoughts(self, idx, positions, mask, cache):
-        """Coconut: as encode, but in place of a <m> the model reads its own last hidden state of the token before.
+        """Coconut: as encode, but in place of a <m> the model reads its own last hidden state at the token before.
 
         The <m> of all rows must stand in the same columns. One pass per thought; gradients flow through all of them.
         """
-        columns = (idx[0] == self.special[1]).nonzero()[:, 0].tolist()
-        edges = [0, *columns, *(c + 1 for c in columns[-1:]), idx.size(1)]  # each thought is a pass of its own
+        thoughts = (idx[0] == self.special[1]).nonzero()[:, 0].tolist()
+        edges = [0, *thoughts, thoughts[-1] + 1, idx.size(1)]
         outputs = []
         for first, last in zip(edges, edges[1:]):
-            x = outputs[-1][:, -1:] if first in columns else None
             at = positions[:, first:last]
-            if x is None:
-                x = self.embed(idx[:, first:last], at)
+            if first in thoughts:
+                x = self.ln_f(outputs[-1][:, -1:])  # the state that the head would have read
+                x = x if self.wpe is None else x + self.wpe(at)
             else:
-                x = self.ln_f(x) if self.wpe is None else self.ln_f(x) + self.wpe(at)
+                x = self.embed(idx[:, first:last], at)
             rope = self.rope(at)
-            for block, c in zip(self.blocks, cache):
-                x = block(x, rope, mask[:, :, first:last, :last], cache=c)
+            for block, block_cache in zip(self.blocks, cache):
+                x = block(x, rope, mask[:, :, first:last, :last], cache=block_cache)
             outputs.append(x)
         return torch.cat(outputs, dim=1)
 
@@ -223,12 +222,12 @@ class RiM(GPT):
         """
         c = self.config
         K, M = c.n_blocks if n_blocks is None else n_blocks, c.n_mem if n_mem is None else n_mem
-        if c.train_on == 'coconut':
-            K, M = 1, (c.coconut_stages if n_blocks is None else n_blocks) * c.thoughts_per_stage
         if K < 1 or M < 1:
             raise UserError(f'{K} memory blocks of {M} memory tokens: there must be at least 1 of each')
+        if c.train_on == 'coconut':
+            K, M = 1, c.coconut_stages * c.thoughts_per_stage
         begin, mem, close, _ = self.special
-        memory = ([begin] + [mem] * M + [close]) * K if c.train_on not in ('sft', 'cot') else []
+        memory = [] if c.train_on in ('sft', 'cot') else ([begin] + [mem] * M + [close]) * K
         longest = max(map(len, questions))
         if longest + len(memory) + 1 > c.block_size:
             raise UserError(f'a question of {longest} tokens' + (f' with {len(memory)} memory tokens' if memory else '')
@@ -238,8 +237,8 @@ class RiM(GPT):
         if c.train_on == 'coconut':
             lead = 0 if pad is None else pad.sum(1, keepdim=True)
             positions = (torch.arange(idx.size(1), device=idx.device) - lead).clamp(min=0)
-            readout = torch.zeros_like(idx) if pad is None else -pad.long()
-            x = self.encode_thoughts(idx, positions.expand(idx.shape), memory_mask(readout), cache)
+            mask = memory_mask(torch.zeros_like(idx) if pad is None else -pad.long())
+            x = self.encode_thoughts(idx, positions.expand(idx.shape), mask, cache)
         else:
             x = self.encode(idx, pad=pad, cache=cache)
         ends = [longest + (M + 2) * k for k in range(1, K + 1)] if memory else [longest]
@@ -306,8 +305,8 @@ class RiMBatches(records.RecordBatches):
         """The most positions that a record takes in any stage, and in inference."""
         c = self.config
         if c.train_on in ('cot', 'coconut'):
-            thoughts = c.coconut_stages * c.thoughts_per_stage + 2
-            return len(question) + sum(map(len, steps)) + len(steps) + len(answer) + (thoughts if c.train_on == 'coconut' else 0)
+            thoughts = c.coconut_stages * c.thoughts_per_stage + 2 if c.train_on == 'coconut' else 0
+            return len(question) + thoughts + sum(len(step) + 1 for step in steps) + len(answer)
         if c.train_on == 'sft':
             return len(question) + len(answer)
         return len(question) + max(len(steps), c.n_blocks) * (c.n_mem + 2) + max(map(len, [*steps, answer]))
@@ -318,10 +317,11 @@ class RiMBatches(records.RecordBatches):
         steps = round(c.epochs * self.epoch_steps) or max_iters
         if c.train_on == 'rim':
             second = round(c.stage2_epochs * self.epoch_steps) or c.stage2_iters
-            stages = [('stage1', steps, learning_rate, c.dropout), ('stage2', second, c.stage2_learning_rate, c.stage2_dropout)]
+            stages = [('stage1', steps, learning_rate, c.dropout),
+                      ('stage2', second, c.stage2_learning_rate, c.stage2_dropout)]
         elif c.train_on == 'coconut':
             edges = [steps * j // c.coconut_stages for j in range(c.coconut_stages + 1)]
-            stages = [(f'stage{j + 1}', edges[j + 1] - edges[j], learning_rate, c.dropout) for j in range(c.coconut_stages)]
+            stages = [(f'stage{j}', edges[j] - edges[j - 1], learning_rate, c.dropout) for j in range(1, len(edges))]
         else:
             stages = [(c.train_on, steps, learning_rate, c.dropout)]
         self.stage_list = stages

@@ -68,8 +68,9 @@ METHODS = {
 }
 CHECKPOINT_VERSION = 1
 # what may change when a run is resumed; anything else would make it another run
-HARMLESS = {'out_dir', 'init_from', 'start_config', 'show_batch', 'overwrite', 'max_iters', 'eval_interval', 'eval_only', 'log_interval', 'wandb_project',
-            'device', 'dtype', 'compile', 'threads', 'shard_optimizer', 'batch_size', 'grad_accum'}
+HARMLESS = {'out_dir', 'init_from', 'start_config', 'show_batch', 'overwrite', 'max_iters', 'eval_interval', 'eval_only',
+            'log_interval', 'wandb_project', 'device', 'dtype', 'compile', 'threads', 'shard_optimizer', 'batch_size',
+            'grad_accum'}
 # bfloat16 peak of one device in FLOP/s, for model FLOPs utilisation
 PEAK_FLOPS = {'A100': 312e12, 'H100': 989e12, 'H200': 989e12, 'B200': 2250e12, '4090': 165e12}
 
@@ -240,9 +241,9 @@ def make_start(path, start_config):
             return
     print(f'init_from = {path!r} is not there yet: training it with {start_config}', flush=True)
     env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
-    command = [sys.executable, os.path.abspath(__file__), start_config, '--init_from=auto', f'--out_dir={os.path.dirname(path)}',
-               f'--device={device}', f'--dtype={dtype}', f'--compile={compile}', f'--threads={threads}']
-    if subprocess.run(command, env=env).returncode:
+    same = [f'--{name}={globals()[name]}' for name in ('device', 'dtype', 'compile', 'threads')]
+    command = [sys.executable, os.path.abspath(__file__), start_config, '--init_from=auto', *same]
+    if subprocess.run([*command, f'--out_dir={os.path.dirname(path)}'], env=env).returncode:
         raise UserError(f'start_config = {start_config!r}: that run did not end well, see above')
     print(f'{path} is made, now the run itself', flush=True)
 
@@ -403,8 +404,8 @@ def main(argv):
         if is_main:
             save_checkpoint(path, {
                 'version': CHECKPOINT_VERSION, 'method': method, 'model_config': asdict(model_config), 'meta': meta,
-                'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'step': step, 'total_iters': total_iters,
-                'best_val_loss': best_val_loss, 'settings': settings, 'scaler': scaler.state_dict()})
+                'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'step': step,
+                'total_iters': total_iters, 'best_val_loss': best_val_loss, 'settings': settings, 'scaler': scaler.state_dict()})
 
     @torch.no_grad()
     def evaluate():

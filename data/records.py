@@ -125,7 +125,8 @@ def check_record(entry, where, need_steps=True):
         if not isinstance(entry.get(name), str) or not entry[name].strip():
             raise UserError(f'{where}: {name} = {entry.get(name)!r}: a record needs a text there')
     steps = entry.get('steps')
-    if not isinstance(steps, list) or not all(isinstance(s, str) and s.strip() for s in steps) or (need_steps and not steps):
+    listed = isinstance(steps, list) and all(isinstance(step, str) and step.strip() for step in steps)
+    if not listed or (need_steps and not steps):
         raise UserError(f'{where}: steps = {steps!r}: a record needs a list of at least one step such as "7-2=5"')
     return Record(entry['question'], steps, entry['answer'], where)
 
@@ -186,9 +187,10 @@ class RecordBatches:
 
     def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
         if meta['kind'] != 'records':
-            raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on records of question, '
-                            'steps and answer, such as gsm_toy')
-        self.tokenizer, self.config, self.seed, self.rows_per_step = Tokenizer(meta['tokenizer']), config, seed, rows_per_step
+            raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on records of '
+                            'question, steps and answer, such as gsm_toy')
+        self.tokenizer, self.config = Tokenizer(meta['tokenizer']), config
+        self.seed, self.rows_per_step = seed, rows_per_step
         if list(self.tokenizer.special) != SPECIAL:
             raise UserError(f'dataset = {dataset!r}: its tokenizer lacks the special tokens {", ".join(SPECIAL)}: '
                             'run its prepare.py again')
@@ -218,7 +220,7 @@ class RecordBatches:
         for why, n in left_out.items():
             print(f'{dataset}: {n:,} of {n + len(kept):,} {split} records are left out, {why}')
         if not kept:
-            raise UserError(f'dataset = {dataset!r}: no {split} record is left, see above; raise block_size or max_steps')
+            raise UserError(f'dataset = {dataset!r}: no {split} record is left; raise block_size or max_steps')
         return zip(*kept)
 
     def _rows(self, step, rows):
@@ -240,13 +242,14 @@ class RecordBatches:
         show = lambda i: names.get(i) or repr(self.tokenizer.decode([i]))  # noqa: E731
         lines = []
         for row in self._rows(step, list(range(min(n, self.rows_per_step)))):
-            lines.append(f'{"column":>6} {"token":>8} {"position":>8} {"kind":>8} {"block":>5}  {"sees":20} {"label":>8} weight')
+            lines.append('column    token position     kind block  sees                    label weight')
             for i, (token, kind, block, position, target, weight, sees) in enumerate(zip(*row, self.visible(row))):
                 seen = [c for c, yes in enumerate(sees) if yes]
                 edges = [c for c in seen if c - 1 not in seen or c + 1 not in seen]  # ends of the ranges that are seen
                 ranges = ''.join(f'{c}' + ('-' if c + 1 in seen else ' ') for c in edges)
                 label = f'{show(target):>8} {weight:.3f}' if weight else ''
-                lines.append(f'{i:6} {show(token):>8} {position:8} {kind:>8} {block:5}  {ranges:20} {label}'.rstrip())
+                line = f'{i:6} {show(token):>8} {position:8} {kind:>8} {block:5}  {ranges:20} {label}'
+                lines.append(line.rstrip())
         return '\n'.join(lines)
 
     def report(self, model):

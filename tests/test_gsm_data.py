@@ -54,7 +54,8 @@ def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
             value = result
         assert answer == str(value)
     assert set(Counter(len(steps) for _, steps, _ in splits['test']).values()) == {200}
-    assert len({re.sub(r' (add|put|win|cut|off|sub) \d|\d', '', question) for question in questions}) > 100  # templates, names and things
+    # templates, names and things
+    assert len({re.sub(r' (add|put|win|cut|off|sub) \d|\d', '', question) for question in questions}) > 100
     with pytest.raises(UserError, match='takes no arguments'):
         prepare('gsm_toy', '--x')
 
@@ -73,7 +74,8 @@ def test_gsm8k_marks_become_steps(prepare, tmp_path):
     right = [('A robe takes 2 bolts.', ['2/2=1', '2+1=3'], '3'), ('Profit?', ['80000+50000=130000', '.5*10=5.0'], '70000'),
              ('Degrees?', ['4-7=-3'], '-3')]
     assert splits == {'train': right + right[:1], 'val': right[1:], 'test': right + [('Unmarked?', [], '5')]}
-    assert left_out == {'train: no step is marked': 2, 'train: the answer is no number': 2, 'test: the answer is no number': 1}
+    assert left_out == {'train: no step is marked': 2, 'train: the answer is no number': 2,
+                        'test: the answer is no number': 1}
     assert tokenizer == {'kind': 'gpt2'}
     with pytest.raises(UserError, match='val_rows = 6'):
         prepare('gsm8k', f'--input={tmp_path}', '--val_rows=6')
@@ -99,7 +101,8 @@ def test_gsm8k_aug_as_text_and_as_json(prepare, tmp_path):
     entries = [{'question': q, 'steps': [f'<<{s}>>' for s in steps], 'answer': a} for q, steps, a in right]
     data.write_file(str(tmp_path / 'train.json'), json.dumps(entries))
     data.write_file(str(tmp_path / 'valid.json'), ''.join(json.dumps(e) + '\n' for e in entries))
-    assert prepare('gsm8k_aug', f'--input={tmp_path}')[0]['train'] == right == prepare('gsm8k_aug', f'--input={tmp_path}')[0]['val']
+    splits = prepare('gsm8k_aug', f'--input={tmp_path}')[0]
+    assert splits['train'] == right == splits['val']
     os.remove(tmp_path / 'train.json')
     os.remove(tmp_path / 'train.txt')
     os.remove(tmp_path / 'valid.json')
@@ -114,20 +117,21 @@ def test_gsm8k_aug_as_text_and_as_json(prepare, tmp_path):
 def test_a_record_data_set_is_written_whole_and_read_back(tmp_path, capsys):
     rows = [('1 + 1?\u2028', ['1+1=2'], '2'), ('2+1+1?', ['2+1=3', '3+1=4'], '4')]
     chars = sorted(set('1234+=? \u2028\n'))
-    records.write_record_dataset(str(tmp_path), {'train': rows, 'val': rows[:1], 'test': rows[1:]},
-                                 {'kind': 'char', 'chars': chars}, 'a test', {'why': 3})
+    spec = {'kind': 'char', 'chars': chars}
+    records.write_record_dataset(str(tmp_path), {'train': rows, 'val': rows[:1], 'test': rows[1:]}, spec, 'a test', {'why': 3})
     meta = data.read_meta(str(tmp_path))
     assert (meta['kind'], meta['train_rows'], meta['train_steps'], meta['vocab_size']) == ('records', 2, 3, len(chars) + 4)
     assert [tuple(r[:3]) for r in records.read_records(str(tmp_path / 'train.jsonl'))] == rows
-    assert 'rows by number of steps: 1: 1, 2: 1' in (out := capsys.readouterr().out) and 'left out: 3 rows, why' in out
+    out = capsys.readouterr().out
+    assert 'rows by number of steps: 1: 1, 2: 1' in out and 'left out: 3 rows, why' in out
     tokenizer = data.Tokenizer(meta['tokenizer'])
     ids = [tokenizer.ids['1'], *tokenizer.special.values()]
     assert tokenizer.decode(ids) == '1' and ids[1:] == list(range(len(chars), len(chars) + 4))
     with pytest.raises(UserError, match="no 'x'"):
-        records.write_record_dataset(str(tmp_path), {'train': [('x', ['1'], '1')]}, {'kind': 'char', 'chars': chars}, 'a test')
+        records.write_record_dataset(str(tmp_path), {'train': [('x', ['1'], '1')]}, spec, 'a test')
     assert not os.path.exists(tmp_path / 'meta.json')
     with pytest.raises(UserError, match='no row for val'):
-        records.write_record_dataset(str(tmp_path), {'train': rows, 'val': []}, {'kind': 'char', 'chars': chars}, 'a test')
+        records.write_record_dataset(str(tmp_path), {'train': rows, 'val': []}, spec, 'a test')
     data.write_file(str(tmp_path / 'train.jsonl'), '')
     with pytest.raises(UserError, match='holds no record'):
         records.read_records(str(tmp_path / 'train.jsonl'))

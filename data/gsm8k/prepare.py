@@ -33,7 +33,7 @@ def main(argv):
         splits[split] = records.usable_rows(rows, split, left_out)
     n = settings['val_rows']
     if not 0 < n < len(splits['train']):
-        raise config.UserError(f'val_rows = {n}: must be at least 1 and leave some of {len(splits["train"])} rows for training')
+        raise config.UserError(f'val_rows = {n}: must be at least 1 and less than the {len(splits["train"])} training rows')
     splits = {'train': splits['train'][:-n], 'val': splits['train'][-n:], 'test': splits['test']}
     records.write_record_dataset(FOLDER, splits, {'kind': 'gpt2'}, settings['input'] or URL, left_out)
 

@@ -18,7 +18,8 @@ input = ''  # a folder with train, valid and test as .txt or .json, downloaded i
 
 REPOSITORY = 'da03/Internalize_CoT_Step_by_Step/e06a32ee5e4cd117171daeb4755d2a97ece62761/data/gsm8k/'
 URLS = {'train': 'https://media.githubusercontent.com/media/' + REPOSITORY,  # a Git LFS file
-        'valid': 'https://raw.githubusercontent.com/' + REPOSITORY, 'test': 'https://raw.githubusercontent.com/' + REPOSITORY}
+        'valid': 'https://raw.githubusercontent.com/' + REPOSITORY,
+        'test': 'https://raw.githubusercontent.com/' + REPOSITORY}
 
 
 def parse_lines(text, path):

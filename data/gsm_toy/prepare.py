@@ -22,7 +22,8 @@ MAX_STEPS = 6
 
 NAMES = ['Ann', 'Bob', 'Dan', 'Eve', 'Gus', 'Ivo', 'Kim', 'Lea', 'Max', 'Zoe']
 THINGS = ['dial', 'disk', 'gear', 'knob', 'lock', 'ring']
-OPENINGS = ["{name}'s {thing} is at {n}", "{name}'s {thing} shows {n}", '{name} sets a {thing} to {n}', '{name} has a {thing} at {n}']
+OPENINGS = ["{name}'s {thing} is at {n}", "{name}'s {thing} shows {n}",
+            '{name} sets a {thing} to {n}', '{name} has a {thing} at {n}']
 QUESTIONS = ['. Now?', '. End?']
 MOVES = {'+': [' add {n}', ' put {n}', ' win {n}'], '-': [' cut {n}', ' off {n}', ' sub {n}']}
 
