@@ -11,7 +11,7 @@ block_size = 160
 rope_base = 300.0  # rows are short
 
 batch_size = 32
-max_iters = 1200
+max_iters = 2000
 learning_rate = 2e-3
 min_lr = 1e-4
 warmup_iters = 100
