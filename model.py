@@ -295,6 +295,13 @@ class GPT(nn.Module):
 
     # --- training ---
 
+    def set_dropout(self, p):
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = p
+            elif isinstance(module, CausalSelfAttention):
+                module.dropout = p
+
     def param_groups(self, weight_decay):
         """Matrices and embeddings decay, gains, biases and single vectors do not."""
         params = [p for p in self.parameters() if p.requires_grad]

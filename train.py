@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import asdict, fields
@@ -18,24 +19,27 @@ from tqdm import tqdm
 import config
 import data
 from config import UserError
-from config.checkpoint import VERSION, check_same_tokenizer, first_line, load_checkpoint, merge_resumed, save_checkpoint, starting_shape
+from config.checkpoint import (VERSION, check_same_tokenizer, first_line, load_checkpoint, merge_resumed, save_checkpoint,
+                               starting_shape)
 from config.machine import check_memory, choose_compile, choose_device, choose_dtype, peak_flops
 from cyb import CYB, CYBConfig
 from model import GPT, GPTConfig
+from rim import RiM, RiMBatches, RiMConfig
 from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 
 # what and where
-method = 'gpt'  # a method of the registry below: gpt, thoughtbubbles or cyb
+method = 'gpt'  # a method of the registry below: gpt, thoughtbubbles, cyb or rim
 dataset = 'shakespeare_char'  # a folder under data/, or a path with a slash
 out_dir = 'out/run'  # checkpoints and log.jsonl
 init_from = 'scratch'  # scratch | resume | auto (resume if there is something to resume) | a checkpoint's path to start from
+start_config = ''  # the config file that makes init_from's checkpoint, run first where that is missing or unfinished
 overwrite = False  # let a run from scratch replace an earlier run in out_dir
 seed = 1337  # of the weights, the batches and dropout
 # batches
 batch_size = 32  # rows in one micro-batch
 grad_accum = 1  # micro-batches in one step, over all processes together
 # optimisation
-max_iters = 1500  # steps
+max_iters = 1500  # steps; of a method that trains in several stages see --help
 learning_rate = 1e-3  # at its peak
 min_lr = 1e-4  # at the end of the cosine
 warmup_iters = 100  # steps of linear warm-up
@@ -47,6 +51,7 @@ grad_clip = 1.0  # largest gradient norm, 0 = unlimited
 eval_interval = 250  # steps between evaluations; a checkpoint is written before each
 eval_rows = 512  # validation rows, the same ones at each evaluation
 eval_only = False  # evaluate and end
+show_batch = False  # print the first rows of the first batch as a table
 log_interval = 10  # steps between log lines
 wandb_project = ''  # log to Weights & Biases under this name as well
 # machine
@@ -61,6 +66,7 @@ METHODS = {
     'gpt': (GPTConfig, GPT, data.TextBatches),
     'thoughtbubbles': (ThoughtbubblesConfig, Thoughtbubbles, data.TextBatches),
     'cyb': (CYBConfig, CYB, data.TextBatches),
+    'rim': (RiMConfig, RiM, RiMBatches),
 }
 
 
@@ -94,21 +100,51 @@ def build_model(checkpoint, path='checkpoint'):
     return model
 
 
-def learning_rate_at(step):
-    """Linear warm-up, then a cosine down to min_lr at max_iters."""
+def learning_rate_at(step, steps, peak):
+    """Step `step` of a stage of `steps`: linear warm-up to `peak`, then a cosine down to min_lr. A stage with another
+    peak than learning_rate keeps min_lr's proportion to it."""
     if step < warmup_iters:
-        return learning_rate * (step + 1) / warmup_iters
-    progress = (step - warmup_iters) / max(1, max_iters - warmup_iters)
-    return min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (learning_rate - min_lr)
+        return peak * (step + 1) / warmup_iters
+    progress = (step - warmup_iters) / max(1, steps - warmup_iters)
+    lowest = min_lr * peak / (learning_rate or 1.0)
+    return lowest + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (peak - lowest)
+
+
+def stage_at(stages, step):
+    """(name, first step, steps, peak learning rate, dropout) of the stage that `step` belongs to; the run's end belongs
+    to the last stage."""
+    first = 0
+    for name, steps, peak, p in stages:
+        if step < first + steps:
+            break
+        first += steps
+    else:
+        first -= steps
+    return name, first, steps, peak, p
+
+
+def make_start(path, start_config):
+    """Run start_config, which writes the checkpoint `path`, unless that is there and finished already."""
+    if os.path.exists(path):
+        checkpoint = load_checkpoint(path)
+        if checkpoint['step'] >= checkpoint.get('total_iters', 0):
+            return
+    print(f'init_from = {path!r} is not there yet: training it with {start_config}', flush=True)
+    env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
+    same = [f'--{name}={globals()[name]}' for name in ('device', 'dtype', 'compile', 'threads')]
+    command = [sys.executable, os.path.abspath(__file__), start_config, '--init_from=auto', *same]
+    if subprocess.run([*command, f'--out_dir={os.path.dirname(path)}'], env=env).returncode:
+        raise UserError(f'start_config = {start_config!r}: that run did not end well, see above')
+    print(f'{path} is made, now the run itself', flush=True)
 
 
 def main(argv):
     settings, model_settings, given = config.load(__file__, argv, {name: entry[0] for name, entry in METHODS.items()})
     ckpt_path, best_path, log_path = (os.path.join(settings['out_dir'], name) for name in ('ckpt.pt', 'best.pt', 'log.jsonl'))
-    if settings['init_from'] not in ('scratch', 'resume', 'auto') and not os.path.exists(settings['init_from']):
-        raise UserError(f'init_from = {settings["init_from"]!r}: choose scratch, resume, auto or the path of a checkpoint '
-                        'that is there')
-    resume = settings['init_from'] == 'resume' or (settings['init_from'] == 'auto' and os.path.exists(ckpt_path))
+    start = settings['init_from']
+    if start not in ('scratch', 'resume', 'auto') and not settings['start_config'] and not os.path.exists(start):
+        raise UserError(f'init_from = {start!r}: choose scratch, resume, auto or the path of a checkpoint that is there')
+    resume = start == 'resume' or (start == 'auto' and os.path.exists(ckpt_path))
     checkpoint, changes = None, ''
     if resume:
         checkpoint = load_checkpoint(ckpt_path, settings['method'] if 'method' in given else None)
@@ -168,6 +204,8 @@ def main(argv):
     # data
     if is_main:
         data.ensure_prepared(dataset)
+        if start_config and not resume and init_from not in ('scratch', 'auto'):
+            make_start(init_from, start_config)
     if ddp:
         dist.barrier()
     meta = data.read_meta(dataset)
@@ -189,7 +227,9 @@ def main(argv):
         model_config = config_class(**model_settings)
     if model_config.vocab_size < meta['vocab_size']:
         raise UserError(f'vocab_size = {model_config.vocab_size}: dataset {dataset!r} has {meta["vocab_size"]} tokens')
-    batches = batch_class(dataset, meta, model_config, seed, eval_rows)
+    batches = batch_class(dataset, meta, model_config, seed, eval_rows, batch_size * grad_accum)
+    stages = batches.stages(max_iters, learning_rate)
+    total_iters = sum(steps for _, steps, _, _ in stages)
 
     # model and optimizer
     torch.manual_seed(seed)
@@ -203,12 +243,19 @@ def main(argv):
         say(f'starting from {init_from}, a {checkpoint["method"]} model; new: {", ".join(new) or "nothing"}')
     check_memory(model, batch_size, run_device, run_dtype)
     model.to(run_device)
+    raw_model = model
     adamw = dict(lr=learning_rate, betas=(beta1, beta2), fused=True)
-    if ddp and shard_optimizer:
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
-        optimizer = ZeroRedundancyOptimizer(model.param_groups(weight_decay), torch.optim.AdamW, **adamw)
-    else:
-        optimizer = torch.optim.AdamW(model.param_groups(weight_decay), **adamw)
+
+    def begin_stage(step):
+        """The stage of `step` with its dropout, and an optimizer that knows nothing yet."""
+        stage = stage_at(stages, step)
+        raw_model.set_dropout(stage[-1])
+        params = raw_model.param_groups(weight_decay)
+        if ddp and shard_optimizer:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+            return stage, ZeroRedundancyOptimizer(params, torch.optim.AdamW, **adamw)
+        return stage, torch.optim.AdamW(params, **adamw)
+    (stage_name, stage_start, stage_steps, peak_lr, _), optimizer = begin_stage(step)
     scaler = torch.amp.GradScaler(device_type, enabled=run_dtype == 'float16')
     if resume:
         optimizer.load_state_dict(checkpoint['optimizer'])
@@ -216,15 +263,18 @@ def main(argv):
             scaler.load_state_dict(checkpoint['scaler'])
         say(f'resuming {ckpt_path} at step {step}, best validation loss so far {best_val_loss:.4f}'
             + (f'; changed: {changes}' if changes else ''))
-    raw_model = model
     if run_compile:
         model = torch.compile(model)
     if ddp:
         model = DistributedDataParallel(model)
     n_params = sum(p.numel() for p in raw_model.parameters())
-    tokens_per_step = batch_size * grad_accum * model_config.block_size
+    tokens_per_step = round(batch_size * grad_accum * batches.row_tokens)
     say(f'{method}: {n_params:,} parameters, {raw_model.flops_per_token() / 1e6:.1f} MFLOPs per token; '
-        f'{dataset}: {tokens_per_step:,} tokens per step, {len(batches.tokens["train"]) / tokens_per_step:.0f} steps an epoch')
+        f'{dataset}: {tokens_per_step:,} tokens per step, {batches.epoch_steps:.0f} steps an epoch')
+    if len(stages) > 1:
+        say('stages: ' + ', '.join(f'{name} {steps} steps' for name, steps, _, _ in stages))
+    if show_batch:
+        say(batches.table(step))
     peak = world * peak_flops(run_device)
 
     # output
@@ -234,7 +284,7 @@ def main(argv):
             os.makedirs(out_dir, exist_ok=True)
             kept = []
             if resume and os.path.exists(log_path):  # drop what came after the checkpoint: it is run again
-                evaluated_again = step % eval_interval == 0 or step >= max_iters
+                evaluated_again = step % eval_interval == 0 or step >= total_iters
                 kept = [e for e in read_log(log_path) if e['iter'] < step or (
                     e['iter'] == step and not ('val_loss' in e and evaluated_again))]
             data.write_file(log_path, ''.join(json.dumps(e) + '\n' for e in kept))
@@ -243,7 +293,7 @@ def main(argv):
             raise UserError(f'out_dir = {out_dir!r} cannot be written: {e.strerror}') from e
     if wandb_project and is_main:
         wandb.init(project=wandb_project, name=os.path.basename(out_dir), config={**settings, **asdict(model_config)})
-    bar = tqdm(total=max_iters, initial=step, disable=not (is_main and sys.stderr.isatty() and not eval_only), unit='step')
+    bar = tqdm(total=total_iters, initial=step, disable=not (is_main and sys.stderr.isatty() and not eval_only), unit='step')
     say_line = tqdm.write if not bar.disable else say
 
     def record(**entry):
@@ -259,7 +309,7 @@ def main(argv):
             save_checkpoint(path, {
                 'version': VERSION, 'method': method, 'model_config': asdict(model_config), 'meta': meta,
                 'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'step': step,
-                'best_val_loss': best_val_loss, 'settings': settings, 'scaler': scaler.state_dict()})
+                'total_iters': total_iters, 'best_val_loss': best_val_loss, 'settings': settings, 'scaler': scaler.state_dict()})
 
     @torch.no_grad()
     def evaluate():
@@ -270,7 +320,7 @@ def main(argv):
             rows = list(range(first, min(first + batch_size, batches.n_val)))
             torch.manual_seed(first)  # a model that draws at random draws the same at every evaluation
             with autocast:
-                loss = raw_model(*(t.to(run_device) for t in batches.val_batch(rows)))[1]
+                loss = raw_model(*(t.to(run_device) for t in batches.val_batch(rows, step)))[1]
             total += loss.item() * len(rows)
         model.train()
         if ddp:
@@ -290,7 +340,7 @@ def main(argv):
     model.train()
     clock, clock_step = time.perf_counter(), step
     while True:
-        if step % eval_interval == 0 or step >= max_iters or eval_only:
+        if step % eval_interval == 0 or step >= total_iters or eval_only:
             if not eval_only:
                 save(ckpt_path)  # before the evaluation, so that a crash in it loses nothing
             val_loss = evaluate()
@@ -300,10 +350,10 @@ def main(argv):
                 best_val_loss = val_loss
                 save(best_path)
             clock, clock_step = time.perf_counter(), step
-        if step >= max_iters or eval_only:
+        if step >= total_iters or eval_only:
             break
 
-        lr = learning_rate_at(step)
+        lr = learning_rate_at(step - stage_start, stage_steps, peak_lr)
         for group in optimizer.param_groups:
             group['lr'] = lr
         step_loss = torch.zeros(1, device=run_device)
@@ -333,7 +383,7 @@ def main(argv):
         optimizer.zero_grad(set_to_none=True)
         step += 1
         bar.update()
-        if step % log_interval == 0 or step == max_iters:
+        if step % log_interval == 0 or step == total_iters:
             now = time.perf_counter()
             rate = tokens_per_step * (step - clock_step) / (now - clock)
             clock, clock_step = now, step
@@ -343,8 +393,13 @@ def main(argv):
             record(**entry)
             bar.set_postfix(loss=f'{train_loss:.4f}', lr=f'{lr:.1e}', tokens_per_s=f'{rate:,.0f}')
             if bar.disable and step % (10 * log_interval) == 0:
-                left = (max_iters - step) * tokens_per_step / rate
+                left = (total_iters - step) * tokens_per_step / rate
                 say(f'step {step}: loss {train_loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, {left / 60:.1f} min left', flush=True)
+        if step == stage_start + stage_steps and step < total_iters:
+            save(os.path.join(out_dir, f'{stage_name}.pt'))
+            (stage_name, stage_start, stage_steps, peak_lr, _), optimizer = begin_stage(step)
+            best_val_loss = math.inf  # losses of different stages do not compare
+            say_line(f'step {step}: {stage_name} begins, learning rate {peak_lr}')
         if stop_wanted:
             save(ckpt_path)
             say_line(f'stopped by a signal after step {step}; go on with the same command and --init_from=resume')
@@ -353,9 +408,9 @@ def main(argv):
     bar.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if step >= max_iters and not eval_only:
+    if step >= total_iters and not eval_only:
         save(ckpt_path)  # once more, now that the best loss is known
-    if is_main and step >= max_iters and not eval_only:
+    if is_main and step >= total_iters and not eval_only:
         say(batches.report(raw_model))
         say(f'{ckpt_path} is the last model, {best_path} the best (val loss {best_val_loss:.4f}); '
             f'python sample.py --out_dir={out_dir} samples from it')

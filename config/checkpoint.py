@@ -9,8 +9,9 @@ from config import UserError
 VERSION = 1
 # what may change when a run is resumed, though not always bit for bit: max_iters bends the learning rate's cosine, dtype
 # the rounding, and batch_size against grad_accum the dropout; anything else would make it another run
-HARMLESS = {'out_dir', 'init_from', 'overwrite', 'max_iters', 'eval_interval', 'eval_only', 'log_interval', 'wandb_project',
-            'device', 'dtype', 'compile', 'threads', 'shard_optimizer', 'batch_size', 'grad_accum'}
+HARMLESS = {'out_dir', 'init_from', 'start_config', 'show_batch', 'overwrite', 'max_iters', 'eval_interval', 'eval_only',
+            'log_interval', 'wandb_project', 'device', 'dtype', 'compile', 'threads', 'shard_optimizer', 'batch_size',
+            'grad_accum'}
 
 
 def first_line(error):

@@ -22,7 +22,11 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 # --- tokenizers ---
 
 class Tokenizer:
-    """Text <-> token ids, built from meta.json's 'tokenizer': {'kind': 'char', 'chars': ...} or {'kind': 'gpt2'}."""
+    """Text <-> token ids, built from meta.json's 'tokenizer': {'kind': 'char', 'chars': ...} or {'kind': 'gpt2'}.
+
+    An optional 'special' is a list of names of tokens that no text contains; their ids follow the text's: `special`
+    is {name: id}. vocab_size counts them in.
+    """
 
     def __init__(self, spec):
         if not isinstance(spec, dict) or spec.get('kind') not in ('char', 'gpt2'):
@@ -40,6 +44,8 @@ class Tokenizer:
                 raise UserError(f'the gpt2 vocabulary could not be loaded ({type(e).__name__}): tiktoken downloads it '
                                 'once; offline, set TIKTOKEN_CACHE_DIR to a folder that has it') from e
             self.vocab_size = self.bpe.n_vocab
+        self.special = {name: self.vocab_size + i for i, name in enumerate(spec.get('special', []))}
+        self.vocab_size += len(self.special)
 
     def encode(self, text):
         """Raises UserError for characters that the vocabulary lacks."""
@@ -47,14 +53,14 @@ class Tokenizer:
             return self.bpe.encode_ordinary(text)
         missing = sorted(set(text) - set(self.ids))
         if missing:
-            raise UserError(f'the tokenizer has no {"".join(missing)!r}: its {self.vocab_size} characters are '
+            raise UserError(f'the tokenizer has no {"".join(missing)!r}: its {len(self.chars)} characters are '
                             f'{"".join(self.chars)!r}')
         return [self.ids[ch] for ch in text]
 
     def decode(self, ids):
-        if self.kind == 'gpt2':
-            return self.bpe.decode([i for i in ids if i < self.vocab_size])
-        return ''.join(self.chars[i] for i in ids if i < self.vocab_size)
+        """Text of token ids. Special tokens, and ids beyond the vocabulary, are no text and are left out."""
+        ids = [i for i in ids if i < self.vocab_size - len(self.special)]
+        return self.bpe.decode(ids) if self.kind == 'gpt2' else ''.join(self.chars[i] for i in ids)
 
 
 # --- writing a data set ---
@@ -181,23 +187,29 @@ class TextBatches:
     """Rows of block_size tokens from a text. Training rows start anywhere; validation rows are spread evenly over
     val.bin without overlap and are always the same, so that the curves of different methods compare."""
 
-    def __init__(self, dataset, meta, config, seed, eval_rows):
+    def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step=1):
         if meta['kind'] != 'text':
             raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on plain text')
-        self.T, self.seed = config.block_size, seed
+        self.T, self.seed, self.dropout = config.block_size, seed, config.dropout
         self.tokens = {split: read_bin(os.path.join(dataset_folder(dataset), split + '.bin'), meta, self.T)
                        for split in ('train', 'val')}
         spare = len(self.tokens['val']) - self.T - 1  # the last start at which a row and its targets fit
         n = min(eval_rows, spare // self.T + 1)
         self.val_starts = np.linspace(0, spare, n).astype(np.int64)
         self.tokenizer = Tokenizer(meta['tokenizer'])
+        self.row_tokens = self.T
+        self.epoch_steps = len(self.tokens['train']) / (rows_per_step * self.T)
+
+    def stages(self, max_iters, learning_rate):
+        """The run's stages as (name, steps, peak learning rate, dropout): here one."""
+        return [('train', max_iters, learning_rate, self.dropout)]
 
     def train_batch(self, step, rows):
         """Rows (a list of row numbers within the step's batch) as (idx, targets), (rows,T) each."""
         starts = np.random.default_rng((self.seed, step)).integers(len(self.tokens['train']) - self.T, size=max(rows) + 1)
         return self._rows('train', starts[rows])
 
-    def val_batch(self, rows):
+    def val_batch(self, rows, step=0):
         return self._rows('val', self.val_starts[rows])
 
     @property
@@ -207,6 +219,15 @@ class TextBatches:
     def _rows(self, split, starts):
         windows = torch.from_numpy(self.tokens[split][starts[:, None] + np.arange(self.T + 1)].astype(np.int64))
         return windows[:, :-1], windows[:, 1:]
+
+    def table(self, step, n=2):
+        """The first n rows of a step's batch as text: token, position, label."""
+        lines = []
+        for row in zip(*(t.tolist() for t in self.train_batch(step, list(range(n))))):
+            lines.append(f'{"token":>10} {"position":>8} {"label":>10}')
+            lines += [f'{self.tokenizer.decode([a])!r:>10} {i:8} {self.tokenizer.decode([b])!r:>10}'
+                      for i, (a, b) in enumerate(zip(*row))]
+        return '\n'.join(lines)
 
     def report(self, model):
         """What a finished run prints: a sample of the model's text."""

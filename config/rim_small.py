@@ -1,0 +1,16 @@
+# Reasoning in Memory on gsm_toy, from the small model that cot_small trains (it is run first where it is missing).
+from config.cot_small import *  # noqa: F403
+
+out_dir = 'out/rim_small'
+init_from = 'out/cot_small/ckpt.pt'
+start_config = 'config/cot_small.py'
+
+train_on = 'rim'
+n_blocks = 6
+n_mem = 2
+max_iters = 3000
+learning_rate = 2e-3
+min_lr = 1e-4
+stage2_iters = 600
+stage2_learning_rate = 5e-4
+stage2_dropout = 0.0

@@ -1,0 +1,315 @@
+"""Records: problems with written steps, as data/gsm_toy, gsm8k and gsm8k_aug make them.
+
+train.jsonl, val.jsonl and test.jsonl hold one JSON object a line, {"question": text, "steps": ["7-2=5", ...],
+"answer": "5"}; meta.json says kind 'records' and names the tokenizer with its special tokens.
+"""
+import json
+import os
+import re
+import time
+import urllib.request
+from collections import Counter, namedtuple
+from decimal import Decimal
+
+import numpy as np
+import torch
+
+from config import UserError
+from data import Tokenizer, dataset_folder, write_file
+
+Record = namedtuple('Record', 'question steps answer where')  # where: file and line, for messages
+SPECIAL = ['<b>', '<m>', '</b>', '<end>']  # a memory block's begin, its memory tokens, its end; the end of a read-out
+SPLITS = ('train', 'val', 'test')
+NUMBER = re.compile(r'[+-]?(\d+(\.\d*)?|\.\d+)')
+
+
+# --- numbers ---
+
+def parse_number(text):
+    """The Decimal that a text such as '1,234', '-3', '3.0' or '$5' writes, or None if it is no number."""
+    text = re.sub(r'[\s$,%]|\.$', '', text.strip()).replace('\u2212', '-')
+    return Decimal(text) if NUMBER.fullmatch(text) else None
+
+
+# --- writing ---
+
+def read_source(name, folder, url):
+    """Text of the source file `name`: from a folder, or downloaded where folder is ''. Raises UserError."""
+    path = os.path.join(folder, name)
+    try:
+        if folder:
+            with open(path, encoding='utf-8') as f:
+                return f.read()
+        print(f'downloading {url}', flush=True)
+        with urllib.request.urlopen(url, timeout=60) as response:
+            return response.read().decode('utf-8')
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f'{path if folder else url} cannot be read ({e}): download the files by hand and give their '
+                        'folder with --input=DIR') from e
+
+
+def normal_number(text):
+    """A number without thousands' commas, $ and spaces: '$1,234' -> '1234'. Other text is left as it is."""
+    bare = re.sub(r'[\s$,]', '', text)
+    return bare if NUMBER.fullmatch(bare) else text.strip()
+
+
+def marked_steps(text):
+    """The calculations marked in a solution as <<48/2=24>>, without spaces, thousands' commas and $ signs."""
+    steps = [re.sub(r'[\s$,]', '', step) for step in re.findall(r'<<(.*?)>>', text)]
+    return [step for step in steps if step]
+
+
+def usable_rows(rows, split, left_out):
+    """Rows (question, steps, answer) that can be learned from; `left_out` counts the others. Problems of the test split
+    need no steps, since only their answers are asked."""
+    kept = []
+    for question, steps, answer in rows:
+        if parse_number(answer) is None:
+            left_out[f'{split}: the answer is no number'] += 1
+        elif not steps and split != 'test':
+            left_out[f'{split}: no step is marked'] += 1
+        else:
+            kept.append((question.strip(), steps, normal_number(answer)))
+    return kept
+
+
+def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
+    """Write {split: [(question, steps, answer)]} as JSONL and, last, meta.json: a folder with meta.json is complete.
+
+    left_out: {reason: count} of rows that the source has and the data set has not; printed and kept in meta.json.
+    Raises UserError if a split is empty or has a character that the tokenizer lacks.
+    """
+    tokenizer_spec = {**tokenizer_spec, 'special': SPECIAL}
+    tokenizer = Tokenizer(tokenizer_spec)
+    meta = {'kind': 'records', 'tokenizer': tokenizer_spec, 'vocab_size': tokenizer.vocab_size, 'source': source,
+            'left_out': left_out or {}}
+    if os.path.exists(os.path.join(folder, 'meta.json')):
+        os.remove(os.path.join(folder, 'meta.json'))
+    for split, rows in splits.items():
+        if not rows:
+            raise UserError(f'{folder}: no row for {split} was found in {source}')
+        for row in rows:
+            tokenizer.encode('\n'.join([row[0], *row[1], row[2]]))
+        lines = (json.dumps(dict(zip(('question', 'steps', 'answer'), row)), ensure_ascii=False) for row in rows)
+        write_file(os.path.join(folder, split + '.jsonl'), '\n'.join(lines) + '\n')
+        meta[split + '_rows'], meta[split + '_steps'] = len(rows), sum(len(row[1]) for row in rows)
+    write_file(os.path.join(folder, 'meta.json'), json.dumps(meta, indent=1))
+    for split, rows in splits.items():
+        counts = sorted(Counter(len(row[1]) for row in rows).items())
+        print(f'{split}: {len(rows):,} rows, {meta[split + "_steps"]:,} steps; rows by number of steps: '
+              + ', '.join(f'{steps}: {n:,}' for steps, n in counts))
+    for reason, n in meta['left_out'].items():
+        print(f'left out: {n:,} rows, {reason}')
+    print(f'{folder}: vocabulary {meta["vocab_size"]}, from {source}')
+
+
+# --- reading ---
+
+def parse_jsonl(text, path):
+    """Yield (place, object) for each line of JSONL text. Raises UserError with the number of a broken line."""
+    for n, line in enumerate(text.rstrip('\n').split('\n') if text.strip() else [], 1):
+        where = f'{path} line {n}'
+        try:
+            entry = json.loads(line)
+        except ValueError as e:
+            raise UserError(f'{where} is no JSON ({e}): mend or remove that line') from None
+        if not isinstance(entry, dict):
+            raise UserError(f'{where} is {line[:40]!r}, not an object {{"question": ...}}')
+        yield where, entry
+
+
+def check_record(entry, where, need_steps=True):
+    """One JSON object as a Record. Raises UserError naming the field that is missing or of the wrong form."""
+    for name in ('question', 'answer'):
+        if not isinstance(entry.get(name), str) or not entry[name].strip():
+            raise UserError(f'{where}: {name} = {entry.get(name)!r}: a record needs a text there')
+    steps = entry.get('steps')
+    listed = isinstance(steps, list) and all(isinstance(step, str) and step.strip() for step in steps)
+    if not listed or (need_steps and not steps):
+        raise UserError(f'{where}: steps = {steps!r}: a record needs a list of at least one step such as "7-2=5"')
+    return Record(entry['question'], steps, entry['answer'], where)
+
+
+def read_records(path, need_steps=True):
+    """All records of a JSONL file. need_steps=False admits empty steps, for a test split.
+
+    Raises UserError if the file is missing or empty, or names the line that is no record.
+    """
+    try:
+        with open(path, encoding='utf-8') as f:
+            text = f.read()
+    except FileNotFoundError:
+        raise UserError(f'{path} is missing: run prepare.py in that folder') from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f'{path} cannot be read: {e}') from e
+    records = [check_record(entry, where, need_steps) for where, entry in parse_jsonl(text, path)]
+    if not records:
+        raise UserError(f'{path} holds no record: run prepare.py again')
+    return records
+
+
+# --- batches ---
+
+def encode_question(tokenizer, question):
+    return tokenizer.encode(question + '\n')  # the newline tells the model that the question is over
+
+
+def epoch_order(lengths, rows_per_step, rng, window=32):
+    """Row numbers of one epoch's batches, (steps, rows_per_step): each row once, rows of similar length together.
+
+    The rows are shuffled; within windows of `window` batches they are sorted by length and cut into batches, and the
+    batches are shuffled. What is missing in the last batch is taken from the epoch's first rows.
+    """
+    steps = -(-len(lengths) // rows_per_step)
+    order = np.resize(rng.permutation(len(lengths)), steps * rows_per_step)
+    for first in range(0, len(order), window * rows_per_step):
+        part = order[first:first + window * rows_per_step]
+        order[first:first + len(part)] = part[np.argsort(lengths[part], kind='stable')]
+    return rng.permutation(order.reshape(steps, rows_per_step))
+
+
+def pad_rows(rows, lead, fill):
+    """Lists of numbers -> tensor (B,S): row r after lead[r] times `fill`, S a multiple of 8 so that few sizes occur."""
+    S = max(n + len(row) for n, row in zip(lead, rows))
+    out = np.full((len(rows), S + -S % 8), fill, np.float32 if isinstance(fill, float) else np.int64)
+    for r, row in enumerate(rows):
+        out[r, lead[r]:lead[r] + len(row)] = row
+    return torch.from_numpy(out)
+
+
+class RecordBatches:
+    """Batches of records, epoch by epoch, rows of similar length together: a pure function of (seed, step, row).
+
+    A method says with `length`, `row` and `batch` how records become tensors. Raises UserError for a data set that is
+    plain text or whose tokenizer lacks the special tokens, and if no record fits into block_size.
+    """
+
+    def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
+        if meta['kind'] != 'records':
+            raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on records of '
+                            'question, steps and answer, such as gsm_toy')
+        self.tokenizer, self.config = Tokenizer(meta['tokenizer']), config
+        self.seed, self.rows_per_step = seed, rows_per_step
+        if list(self.tokenizer.special) != SPECIAL:
+            raise UserError(f'dataset = {dataset!r}: its tokenizer lacks the special tokens {", ".join(SPECIAL)}: '
+                            'run its prepare.py again')
+        if config.vocab_size != self.tokenizer.vocab_size:
+            raise UserError(f'vocab_size = {config.vocab_size}: the special tokens are the last of the vocabulary, so '
+                            f'it must be that of {dataset!r}, {self.tokenizer.vocab_size}')
+        self.special, self.newline = self.tokenizer.special, self.tokenizer.encode('\n')
+        self.records, self.encoded, self.order = {}, {}, (None, None)
+        for split in ('train', 'val'):
+            self.records[split], self.encoded[split] = self._read(dataset, split)
+        self.lengths = np.array([self.length(*encoded) for encoded in self.encoded['train']])
+        self.row_tokens, self.epoch_steps = self.lengths.mean(), -(-len(self.lengths) // rows_per_step)
+        self.n_val = min(eval_rows, len(self.encoded['val']))
+
+    def _read(self, dataset, split):
+        """Records that fit, and the same as (question, steps, answer) in token ids; the others are counted."""
+        kept, left_out, limits = [], Counter(), self.config
+        for record in read_records(os.path.join(dataset_folder(dataset), split + '.jsonl')):
+            encoded = (encode_question(self.tokenizer, record.question),
+                       [self.tokenizer.encode(step) for step in record.steps], self.tokenizer.encode(record.answer))
+            if len(record.steps) > limits.max_steps:
+                left_out[f'they have more steps than max_steps = {limits.max_steps}'] += 1
+            elif self.length(*encoded) > limits.block_size:
+                left_out[f'they do not fit into block_size = {limits.block_size}'] += 1
+            else:
+                kept.append((record, encoded))
+        for why, n in left_out.items():
+            print(f'{dataset}: {n:,} of {n + len(kept):,} {split} records are left out, {why}')
+        if not kept:
+            raise UserError(f'dataset = {dataset!r}: no {split} record is left; raise block_size or max_steps')
+        return zip(*kept)
+
+    def _rows(self, step, rows):
+        epoch, within = divmod(step, self.epoch_steps)
+        if self.order[0] != epoch:
+            self.order = epoch, epoch_order(self.lengths, self.rows_per_step, np.random.default_rng((self.seed, epoch)))
+        return [self.row(*self.encoded['train'][i], step) for i in self.order[1][within, rows]]
+
+    def train_batch(self, step, rows):
+        """Rows (a list of row numbers within the step's batch) as tensors for the model's forward."""
+        return self.batch(self._rows(step, rows))
+
+    def val_batch(self, rows, step):
+        return self.batch([self.row(*self.encoded['val'][i], step, validating=True) for i in rows])
+
+    def table(self, step, n=2):
+        """The first n rows of a step's batch as text: token, position, kind, block, columns it sees, label, weight."""
+        names = {i: name for name, i in self.special.items()}
+        show = lambda i: names.get(i) or repr(self.tokenizer.decode([i]))  # noqa: E731
+        lines = []
+        for row in self._rows(step, list(range(min(n, self.rows_per_step)))):
+            lines.append('column    token position     kind block  sees                    label weight')
+            for i, (token, kind, block, position, target, weight, sees) in enumerate(zip(*row, self.visible(row))):
+                seen = [c for c, yes in enumerate(sees) if yes]
+                edges = [c for c in seen if c - 1 not in seen or c + 1 not in seen]  # ends of the ranges that are seen
+                ranges = ''.join(f'{c}' + ('-' if c + 1 in seen else ' ') for c in edges)
+                label = f'{show(target):>8} {weight:.3f}' if weight else ''
+                line = f'{i:6} {show(token):>8} {position:8} {kind:>8} {block:5}  {ranges:20} {label}'
+                lines.append(line.rstrip())
+        return '\n'.join(lines)
+
+    def report(self, model):
+        """What a finished run prints: accuracy on validation records, block by block, and an example."""
+        sample = self.records['val'][:300]
+        right = score(model, self.tokenizer, sample)  # (n, blocks)
+        lines = [f'accuracy on {len(sample)} validation records: {right[:, -1].mean():.1%}']
+        by_steps = {}
+        for record, row in zip(sample, right):
+            by_steps.setdefault(len(record.steps), []).append(row[-1])
+        lines.append('by number of steps: ' + ', '.join(f'{k}: {np.mean(v):.1%}' for k, v in sorted(by_steps.items())))
+        if right.shape[1] > 1:
+            lines.append('by block: ' + ', '.join(f'{k}: {a:.1%}' for k, a in enumerate(right.mean(0), 1))
+                         + f'; any block: {right.any(1).mean():.1%}')
+        first = sample[0]
+        lines.append(f'{first.question}\n{model.ask(self.tokenizer, first.question, show=True)}\nright: {first.answer}')
+        return '\n'.join(lines)
+
+
+# --- scoring: the model is asked in batches; an answer is what its read-out's last line says ---
+
+def gold_answers(records):
+    """The records' answers as Decimals. Raises UserError, with its place, for one that is no number."""
+    numbers = [parse_number(record.answer) for record in records]
+    for record, number in zip(records, numbers):
+        if number is None:
+            raise UserError(f'{record.where}: answer = {record.answer!r} is no number: accuracy compares numbers')
+    return numbers
+
+
+def read_answers(model, tokenizer, records, batch_size=100, **how):
+    """Yield (record's number, block, sample, text) of all read-outs; how: see the model's `answers`."""
+    order = sorted(range(len(records)), key=lambda i: len(records[i].question))  # little padding
+    for first in range(0, len(order), batch_size):
+        part = order[first:first + batch_size]
+        questions = [encode_question(tokenizer, records[i].question) for i in part]
+        for block, samples in enumerate(model.answers(questions, **how)):
+            for sample, (rows, _) in enumerate(samples):
+                for i, row in zip(part, rows):
+                    yield i, block, sample, tokenizer.decode(row)
+
+
+def score(model, tokenizer, records, every_block=True, samples=1, **how):
+    """Which answers are right: bool (n, blocks), any of `samples` counting. Mean over n of the last block: exact-match
+    accuracy; of each block: accuracy per block; any over the blocks: oracle accuracy; with n_blocks=2K, since blocks do
+    not see later ones, column k-1 is what a model with k blocks answers; with samples=8, temperature=1.0: pass@8."""
+    gold, right = gold_answers(records), {}
+    for i, block, _, text in read_answers(model, tokenizer, records, every_block=every_block, samples=samples, **how):
+        right[i, block] = right.get((i, block), False) or parse_number(text.split('\n')[-1]) == gold[i]
+    return np.array([[right[i, block] for block in range(1 + max(b for _, b in right))] for i in range(len(records))])
+
+
+def time_answer(model, tokenizer, question, **how):
+    """Seconds from the question to the answer's first token, and to its end; written steps come before the answer."""
+    tokens, times, start = [], [], time.perf_counter()
+
+    def on_token(token):
+        tokens.extend(token.tolist())
+        times.append(time.perf_counter() - start)
+    model.answers([encode_question(tokenizer, question)], on_token=on_token, **how)
+    newline = tokenizer.encode('\n')[-1]
+    first = max((i + 1 for i, token in enumerate(tokens[:-1]) if token == newline), default=0)
+    return times[first], times[-1]

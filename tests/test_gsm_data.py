@@ -1,0 +1,137 @@
+"""Records: numbers, the toy problems, and GSM8K in its published forms."""
+import json
+import os
+import re
+import runpy
+from collections import Counter
+from decimal import Decimal
+
+import pytest
+
+import data
+from config import UserError
+from data import records
+
+
+@pytest.fixture
+def prepare(tmp_path, monkeypatch):
+    """prepare(name, *args): run data/<name>/prepare.py into tmp_path and return (splits, left out, tokenizer)."""
+    def prepare(name, *args):
+        written = []
+        monkeypatch.setattr(records, 'write_record_dataset', lambda folder, splits, tokenizer, source, left_out=None:
+                            written.append((splits, left_out, tokenizer)))
+        runpy.run_path(os.path.join(data.ROOT, name, 'prepare.py'))['main'](list(args))
+        return written[0]
+    return prepare
+
+
+@pytest.mark.parametrize('text, value', [
+    ('1,234', '1234'), ('-3', '-3'), ('3.0', '3'), ('$5', '5'), ('-$5', '-5'), (' 72\n', '72'), ('.5', '0.5'), ('10.', '10'),
+    ('25%', '25'), ('+4', '4'), ('\u22127', '-7'), ('1 000', '1000'), ('00', '0'), ('-0', '0')])
+def test_numbers_are_compared_as_numbers(text, value):
+    assert records.parse_number(text) == Decimal(value)
+
+
+@pytest.mark.parametrize('text', ['', 'many', '3 apples', '1.2.3', '--3', '1/2', '5-3', '.', '1e5', 'nan', '-'])
+def test_what_is_no_number(text):
+    assert records.parse_number(text) is None
+
+
+def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
+    splits, _, tokenizer = prepare('gsm_toy')
+    assert splits == prepare('gsm_toy')[0]
+    questions = [row[0] for rows in splits.values() for row in rows]
+    assert len(questions) == len(set(questions)) and max(map(len, questions)) <= 120
+    assert set(''.join(questions)) | set('\n=+-') <= set(tokenizer['chars'])
+    for question, steps, answer in splits['test']:
+        start, *turns, n_steps = re.findall(r'[+-]?\d', question)
+        assert len(turns) == 6 and len(steps) == int(n_steps)
+        value = int(start)
+        for turn, step in zip(turns, steps):
+            result = (value + int(turn)) % 10
+            assert step == f'{value}{turn}={result}'
+            value = result
+        assert answer == str(value)
+    assert Counter(len(steps) for _, steps, _ in splits['test']) == dict.fromkeys(range(1, 7), 200)
+    assert len({re.sub(r'[+-]?\d', '', question) for question in questions}) > 100  # templates, names and things
+    with pytest.raises(UserError, match='takes no arguments'):
+        prepare('gsm_toy', '--x')
+
+
+GSM8K = [{'question': 'A robe takes 2 bolts.', 'answer': 'It takes 2/2=<<2/2=1>>1 bolt\nSo 2+1=<<2+1=3>>3 bolts\n#### 3'},
+         {'question': 'Profit?', 'answer': 'He pays $<<80,000 + 50000=130000>>130,000.\nSo $<<.5*$10=5.0>>5\n#### 70,000'},
+         {'question': 'Degrees?', 'answer': 'It falls by <<4-7=-3>>3.\n#### -3'},
+         {'question': 'Unmarked?', 'answer': 'It is 5.\n#### 5'},
+         {'question': 'Not a number?', 'answer': '<<1+1=2>>\n#### two'}]
+
+
+def test_gsm8k_marks_become_steps(prepare, tmp_path):
+    for split, rows in (('train', GSM8K * 2), ('test', GSM8K)):
+        data.write_file(str(tmp_path / f'{split}.jsonl'), ''.join(json.dumps(row) + '\n' for row in rows))
+    splits, left_out, tokenizer = prepare('gsm8k', f'--input={tmp_path}', '--val_rows=2')
+    right = [('A robe takes 2 bolts.', ['2/2=1', '2+1=3'], '3'), ('Profit?', ['80000+50000=130000', '.5*10=5.0'], '70000'),
+             ('Degrees?', ['4-7=-3'], '-3')]
+    assert splits == {'train': right + right[:1], 'val': right[1:], 'test': right + [('Unmarked?', [], '5')]}
+    assert left_out == {'train: no step is marked': 2, 'train: the answer is no number': 2,
+                        'test: the answer is no number': 1}
+    assert tokenizer == {'kind': 'gpt2'}
+    with pytest.raises(UserError, match='val_rows = 6'):
+        prepare('gsm8k', f'--input={tmp_path}', '--val_rows=6')
+    data.write_file(str(tmp_path / 'train.jsonl'), '{"question": "a"}\n')
+    with pytest.raises(UserError, match='train.jsonl line 1: answer = None'):
+        prepare('gsm8k', f'--input={tmp_path}')
+    data.write_file(str(tmp_path / 'train.jsonl'), '{}\n{"question"\n')
+    with pytest.raises(UserError, match='line 1: question = None'):
+        prepare('gsm8k', f'--input={tmp_path}')
+    os.remove(tmp_path / 'test.jsonl')
+    with pytest.raises(UserError, match='--input=DIR'):
+        prepare('gsm8k', f'--input={tmp_path / "nowhere"}')
+
+
+def test_gsm8k_aug_as_text_and_as_json(prepare, tmp_path):
+    lines = ['How much?||<<16-3-4=9>> <<9*2=18>> #### 18', 'Cost?||<<600*30/100=180>> #### 1,180', 'None?|| #### 6']
+    for split in ('train', 'valid', 'test'):
+        data.write_file(str(tmp_path / f'{split}.txt'), '\n'.join(lines) + '\n')
+    right = [('How much?', ['16-3-4=9', '9*2=18'], '18'), ('Cost?', ['600*30/100=180'], '1180')]
+    splits, left_out, _ = prepare('gsm8k_aug', f'--input={tmp_path}')
+    assert splits == {'train': right, 'val': right, 'test': right + [('None?', [], '6')]}
+    assert left_out == {'train: no step is marked': 1, 'valid: no step is marked': 1}
+    entries = [{'question': q, 'steps': [f'<<{s}>>' for s in steps], 'answer': a} for q, steps, a in right]
+    data.write_file(str(tmp_path / 'train.json'), json.dumps(entries))
+    data.write_file(str(tmp_path / 'valid.json'), ''.join(json.dumps(e) + '\n' for e in entries))
+    splits = prepare('gsm8k_aug', f'--input={tmp_path}')[0]
+    assert splits['train'] == right == splits['val']
+    os.remove(tmp_path / 'train.json')
+    os.remove(tmp_path / 'train.txt')
+    os.remove(tmp_path / 'valid.json')
+    data.write_file(str(tmp_path / 'valid.txt'), '\n'.join(lines[:2] * 5) + '\n')
+    splits = prepare('gsm8k_aug', f'--input={tmp_path}')[0]
+    assert [len(splits[split]) for split in ('train', 'val')] == [9, 1]
+    data.write_file(str(tmp_path / 'valid.txt'), lines[0] + '\nno bars #### 3\n')
+    with pytest.raises(UserError, match="valid.txt line 2: 'no bars #### 3' is not of the form"):
+        prepare('gsm8k_aug', f'--input={tmp_path}')
+
+
+def test_a_record_data_set_is_written_whole_and_read_back(tmp_path, capsys):
+    rows = [('1 + 1?\u2028', ['1+1=2'], '2'), ('2+1+1?', ['2+1=3', '3+1=4'], '4')]
+    chars = sorted(set('1234+=? \u2028\n'))
+    spec = {'kind': 'char', 'chars': chars}
+    records.write_record_dataset(str(tmp_path), {'train': rows, 'val': rows[:1], 'test': rows[1:]}, spec, 'a test', {'why': 3})
+    meta = data.read_meta(str(tmp_path))
+    assert (meta['kind'], meta['train_rows'], meta['train_steps'], meta['vocab_size']) == ('records', 2, 3, len(chars) + 4)
+    assert [tuple(r[:3]) for r in records.read_records(str(tmp_path / 'train.jsonl'))] == rows
+    out = capsys.readouterr().out
+    assert 'rows by number of steps: 1: 1, 2: 1' in out and 'left out: 3 rows, why' in out
+    tokenizer = data.Tokenizer(meta['tokenizer'])
+    ids = [tokenizer.ids['1'], *tokenizer.special.values()]
+    assert tokenizer.decode(ids) == '1' and ids[1:] == list(range(len(chars), len(chars) + 4))
+    with pytest.raises(UserError, match="no 'x'"):
+        records.write_record_dataset(str(tmp_path), {'train': [('x', ['1'], '1')]}, spec, 'a test')
+    assert not os.path.exists(tmp_path / 'meta.json')
+    with pytest.raises(UserError, match='no row for val'):
+        records.write_record_dataset(str(tmp_path), {'train': rows, 'val': []}, spec, 'a test')
+    data.write_file(str(tmp_path / 'train.jsonl'), '')
+    with pytest.raises(UserError, match='holds no record'):
+        records.read_records(str(tmp_path / 'train.jsonl'))
+    with pytest.raises(UserError, match='nothing.jsonl is missing'):
+        records.read_records(str(tmp_path / 'nothing.jsonl'))

@@ -1,0 +1,507 @@
+"""Reasoning in Memory: rows and mask against the definition, one pass against separate sequences, stages, inference."""
+import json
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import data
+import rim
+import train
+from config import UserError
+from data import records
+from model import GPT, GPTConfig
+from rim import RiM, RiMConfig, build_row
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+with open(os.path.join(HERE, 'rim_cases.json'), encoding='utf-8') as f:
+    CASES = json.load(f)
+V = 14  # ten text tokens and <b> <m> </b> <end>
+SPECIAL = [10, 11, 12, 13]
+ROWS = [{'question': f'{a}+{b}?', 'steps': [f'{a}+{b}={a + b}'] + [f'{a + b + i}+1={a + b + i + 1}' for i in range(n)],
+         'answer': str(a + b + n)} for a in range(1, 6) for b in range(1, 5) for n in range(3)]
+
+
+def tiny(**settings):
+    config = RiMConfig(**{**dict(vocab_size=V, block_size=64, n_layer=3, n_head=2, n_embd=16, n_blocks=3), **settings})
+    return RiM(config).double()
+
+
+def tensors(row, coconut=False):
+    """A single row as RiM.forward takes it."""
+    tokens, targets, positions, readout = (torch.tensor([values]) for values in
+                                           (row.tokens, row.targets, row.positions, rim.read_by(row)))
+    return tokens, targets, torch.tensor([row.weights], dtype=torch.double), positions, readout
+
+
+def some_row(n_mem=2, weights=(1.0, 1.0, 1.0)):
+    return build_row([1, 2, 3, 4], [[5, 6], [7], [8, 9, 5]], list(weights), n_mem, SPECIAL)
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """A prepared data set of records: the path of its folder."""
+    folder = tmp_path / 'records'
+    folder.mkdir()
+    rows = [tuple(row.values()) for row in ROWS]
+    chars = sorted(set('0123456789+=?\n'))
+    records.write_record_dataset(str(folder), {'train': rows[10:], 'val': rows[:10], 'test': rows[:10]},
+                                 {'kind': 'char', 'chars': chars}, 'a test')
+    return str(folder)
+
+
+@pytest.fixture
+def rim_run(run):
+    def rim_run(out='run', **settings):
+        small = dict(method='rim', block_size=48, n_blocks=2, max_iters=3, stage2_iters=3, eval_interval=2)
+        return run(out, **{**small, **settings})
+    return rim_run
+
+
+def batches(dataset, rows_per_step=4, stages=(4, 1e-3), **settings):
+    meta = data.read_meta(dataset)
+    config = RiMConfig(**{**dict(vocab_size=meta['vocab_size'], block_size=64, n_blocks=3, stage2_iters=2), **settings})
+    source = rim.RiMBatches(dataset, meta, config, 1, 8, rows_per_step)
+    source.stages(*stages)
+    return source
+
+
+# --- rows ---
+
+@pytest.mark.parametrize('case', CASES, ids=lambda c: f'{c["question"]}+{c["readouts"]}')
+def test_layout_positions_and_mask(case):
+    readouts = [[5] * n for n in case['readouts']]
+    row = build_row([1] * case['question'], readouts, [1.0] * len(readouts), case['n_mem'], SPECIAL)
+    assert ''.join({'question': 'q', 'memory': 'b', 'readout': 'r'}[kind] for kind in row.kind) == case['kind']
+    assert ''.join(map(str, row.block)) == case['block'] and row.positions == case['positions']
+    mask = rim.memory_mask(torch.tensor([rim.read_by(row)]))[0, 0]
+    assert [''.join('1' if sees else '0' for sees in line) for line in mask.tolist()] == case['mask']
+
+
+def test_targets_run_from_the_end_of_a_block_to_the_end_token():
+    row = some_row()
+    assert row.tokens == [1, 2, 3, 4, 10, 11, 11, 12, 5, 6, 10, 11, 11, 12, 7, 10, 11, 11, 12, 8, 9, 5]
+    used = [(i, t, w) for i, (t, w) in enumerate(zip(row.targets, row.weights)) if w]
+    assert used == [(7, 5, 1 / 3), (8, 6, 1 / 3), (9, 13, 1 / 3), (13, 7, 0.5), (14, 13, 0.5),
+                    (18, 8, 0.25), (19, 9, 0.25), (20, 5, 0.25), (21, 13, 0.25)]
+    assert all(t == -1 for t, w in zip(row.targets[4:], row.weights[4:]) if not w)  # behind the question
+    plain = build_row([1, 2], [[5, 6]], [1.0], None, SPECIAL, question_weight=1.0)
+    assert plain.tokens == [1, 2, 5, 6] and plain.targets == [2, 5, 6, 13]
+    assert plain.weights == pytest.approx([1.0, 1 / 3, 1 / 3, 1 / 3])
+
+
+def test_a_readout_of_weight_zero_is_left_out_and_moves_nothing():
+    row, whole = some_row(weights=(0.0, 1.0, 0.0)), some_row()
+    assert row.tokens == [1, 2, 3, 4, 10, 11, 11, 12, 10, 11, 11, 12, 7, 10, 11, 11, 12]
+    kept = [i for i, (kind, block) in enumerate(zip(whole.kind, whole.block)) if kind != 'readout' or block == 2]
+    assert row.positions == [whole.positions[i] for i in kept] and row.block == [whole.block[i] for i in kept]
+
+
+def test_weights_of_both_stages_by_hand():
+    # T = 4, half way: read-outs fade after 1/4, 2/4, 3/4 and 4/4 of the stage
+    assert rim.stage1_weights(4, 0.5, 'relative') == pytest.approx([0, 0, 1 / 3, 1 / 2])
+    assert rim.stage1_weights(4, 0.125, 'relative') == pytest.approx([1 / 2, 3 / 4, 5 / 6, 7 / 8])
+    assert rim.stage1_weights(2, 0.0, 'relative') == [1, 1] and rim.stage1_weights(2, 1.0, 'relative') == [0, 0]
+    assert rim.stage1_weights(3, 0.25, 'uniform') == [0.75] * 3 and rim.stage1_weights(3, 0.9, 'none') == [1] * 3
+    assert rim.stage2_weights(3) == pytest.approx([1 / 6, 2 / 6, 3 / 6]) and sum(rim.stage2_weights(8)) == pytest.approx(1)
+
+
+# --- one pass ---
+
+@pytest.mark.parametrize('n_mem', [1, 2, 3])
+def test_one_pass_equals_a_sequence_per_readout(n_mem):
+    model, row = tiny(), some_row(n_mem)
+    idx, _, _, positions, readout = tensors(row)
+    logits = model(idx, positions=positions, readout=readout)[0][0]
+    for k in (1, 2, 3):
+        own = [i for i, (kind, block) in enumerate(zip(row.kind, row.block))
+               if block <= k and (kind != 'readout' or block == k)]
+        alone = model(idx[:, own])[0][0]  # a plain causal sequence at positions 0, 1, 2, ...
+        assert (alone - logits[own]).abs().max() < 1e-9
+
+
+def test_readouts_see_neither_each_other_nor_are_they_seen():
+    model, row = tiny(), some_row()
+    idx, _, _, positions, readout = tensors(row)
+    before = model.encode(idx, positions, rim.memory_mask(readout))[0]
+    changed = [i for i, (kind, block) in enumerate(zip(row.kind, row.block)) if kind == 'readout' and block == 2]
+    idx[0, changed] = 9
+    after = model.encode(idx, positions, rim.memory_mask(readout))[0]
+    same = [i for i in range(len(row.tokens)) if i not in changed]
+    assert torch.equal(before[same], after[same]) and (before[changed] - after[changed]).abs().min(1).values.max() > 1e-6
+
+
+@pytest.mark.parametrize('k', [1, 2, 3])
+def test_gradients_reach_a_readouts_blocks_and_no_later_one(k):
+    model, row = tiny(), some_row()
+    idx, targets, _, positions, readout = tensors(row)
+    x = model.wte(idx).detach().requires_grad_()
+    hidden = x
+    for block in model.blocks:
+        hidden = block(hidden, model.rope(positions), rim.memory_mask(readout))
+    own = [i for i, kind in enumerate(row.kind) if row.targets[i] >= 0 and row.block[i] == k]
+    F.cross_entropy(model.logits(hidden)[0, own], targets[0, own]).backward()
+    size = x.grad[0].abs().sum(1)
+    for i, (kind, block) in enumerate(zip(row.kind, row.block)):
+        reached = block <= k and (kind != 'readout' or block == k)
+        assert (size[i] > 1e-12) == reached, (i, kind, block)
+
+
+def test_a_batch_is_the_mean_of_its_rows_whatever_the_padding(dataset):
+    for train_on in rim.TRAIN_ON:
+        source = batches(dataset, train_on=train_on, coconut_stages=2)
+        model = tiny(vocab_size=source.config.vocab_size, train_on=train_on)
+        whole = model(*source.train_batch(1, [0, 1, 2, 3]))[1]
+        single = torch.stack([model(*source.train_batch(1, [i]))[1] for i in range(4)])
+        assert whole.item() == pytest.approx(single.mean().item(), abs=1e-7), train_on  # weights are float32
+
+
+# --- the baselines ---
+
+def test_without_blocks_it_is_the_plain_gpt():
+    torch.manual_seed(1)
+    model = tiny(train_on='cot')
+    torch.manual_seed(1)
+    gpt = GPT(GPTConfig(vocab_size=V, block_size=64, n_layer=3, n_head=2, n_embd=16)).double()
+    idx, targets = torch.randint(V, (2, 9)), torch.randint(V, (2, 9))
+    assert torch.equal(model(idx)[0], gpt(idx)[0])
+    weights = torch.full((2, 9), 1 / 9, dtype=torch.double)
+    assert model(idx, targets, weights)[1].item() == pytest.approx(gpt(idx, targets)[1].item(), abs=1e-12)
+
+
+def test_coconut_feeds_hidden_states_back_and_gradients_through_all_passes():
+    model = tiny(train_on='coconut')
+    row = build_row([1, 2, 3], [[5, 6]], [1.0], 2, SPECIAL)
+    idx, targets, weights, positions, readout = tensors(row)
+    logits = model(idx, positions=positions, readout=readout)[0][0]
+    x, rope = model.wte(idx), model.rope(positions)
+
+    def run(x):
+        for block in model.blocks:
+            x = block(x, rope)
+        return x
+    for column in (4, 5):  # <b> is column 3; each thought is the final state of the column before, reread from the start
+        x = torch.cat((x[:, :column], model.ln_f(run(x))[:, column - 1:column], x[:, column + 1:]), dim=1)
+    assert (model.logits(run(x))[0] - logits).abs().max() < 1e-9
+    # the question reaches the loss through the thoughts alone if the answer can't see it
+    mask = rim.memory_mask(readout)
+    mask[:, :, 6:, :4] = False
+    from_wte = []
+    for detach in (False, True):
+        model.zero_grad()
+        cache = [rim.GrowingCache(0) for _ in model.blocks]
+        x = model.encode_thoughts(idx, positions, mask, cache)
+        loss = F.cross_entropy(model.logits(x.detach() if detach else x)[0][targets[0] >= 0], targets[targets >= 0])
+        loss.backward()
+        from_wte.append(model.wte.weight.grad[1:4].abs().sum().item())
+    assert from_wte[0] > 1.1 * from_wte[1]
+
+
+def test_coconut_stages_replace_steps_by_thoughts(dataset):
+    source = batches(dataset, train_on='coconut', coconut_stages=3, thoughts_per_stage=2)
+    assert source.stages(9, 1e-3) == [(f'stage{j}', 3, 1e-3, 0.0) for j in (1, 2, 3)]
+    steps = [[1], [2], [3], [4], [5]]
+    rows = [source.row([7, 7], steps, [6], step) for step in (0, 2, 3, 8)]
+    nl = source.newline[0]
+    assert [row.tokens.count(source.special['<m>']) for row in rows] == [2, 2, 4, 6]
+    assert [[t for t, kind in zip(row.tokens, row.kind) if kind == 'readout'] for row in rows] == [
+        [2, nl, 3, nl, 4, nl, 5, nl, 6]] * 2 + [[3, nl, 4, nl, 5, nl, 6], [6]]
+
+
+def test_rows_of_each_stage(dataset):
+    source = batches(dataset, train_on='rim')
+    steps, answer = [[1], [2, 2], [3]], [4]
+    row = source.row([7, 7], steps, answer, 0)
+    assert [t for t, kind in zip(row.tokens, row.kind) if kind == 'readout'] == [2, 2, 3, 4] and max(row.block) == 3
+    late = source.row([7, 7], steps, answer, 2)  # half of stage 1: the first read-out of three has faded
+    assert [t for t, kind in zip(late.tokens, late.kind) if kind == 'readout'] == [3, 4] and max(late.block) == 3
+    second = source.row([7, 7], steps, answer, 4)
+    assert [t for t, kind in zip(second.tokens, second.kind) if kind == 'readout'] == [4] * 3
+    for other, expected in [('pause', [4] * 3), ('sft', [4]), ('cot', [1, 0, 2, 2, 0, 3, 0, 4])]:
+        row = batches(dataset, train_on=other).row([7, 7], steps, answer, 0)
+        assert [t for t, kind in zip(row.tokens, row.kind) if kind == 'readout'] == expected
+    assert source.newline == [0]
+
+
+# --- training ---
+
+@pytest.mark.parametrize('train_on', ['rim', 'coconut', 'sft'])
+def test_accumulation_changes_nothing(rim_run, train_on):
+    runs = [rim_run(f'run{a}', train_on=train_on, batch_size=4 // a, grad_accum=a, coconut_stages=2,
+                    stage2_dropout=0) for a in (1, 2, 4)]
+    for other in runs[1:]:
+        for name, weight in runs[0]['model'].items():
+            assert (weight - other['model'][name]).abs().max() < 1e-4, name
+
+
+@pytest.mark.parametrize('stop', [1, 2, 4], ids=['in stage 1', 'between the stages', 'in stage 2'])
+def test_resume_is_exact_in_either_stage(rim_run, tmp_path, monkeypatch, stop):
+    settings = dict(dropout=0.1, stage2_dropout=0.3, stage2_learning_rate=1e-3)
+    whole = rim_run('whole', **settings)
+    draw = rim.RiMBatches.train_batch
+
+    def train_batch(self, step, rows):
+        if step == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return draw(self, step, rows)
+    monkeypatch.setattr(rim.RiMBatches, 'train_batch', train_batch)
+    half = rim_run('parts', **settings)
+    monkeypatch.setattr(rim.RiMBatches, 'train_batch', draw)
+    assert half['step'] == stop + 1
+    # stage 2 starts with an optimizer that knows nothing
+    assert bool(half['optimizer']['state']) == (stop != 2)
+    if stop == 2:
+        assert train.load_checkpoint(str(tmp_path / 'parts' / 'stage1.pt'))['optimizer']['state']
+    resumed = rim_run('parts', init_from='resume', **settings)
+    assert resumed['step'] == 6 and resumed['best_val_loss'] == whole['best_val_loss']
+    for name, weight in whole['model'].items():
+        assert torch.equal(weight, resumed['model'][name]), name
+    for one, two in zip(whole['optimizer']['state'].values(), resumed['optimizer']['state'].values(), strict=True):
+        assert one['step'] == 3 and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_each_stage_has_its_own_schedule_dropout_and_length(rim_run, dataset, tmp_path, monkeypatch):
+    seen = []
+    set_dropout = RiM.set_dropout
+    monkeypatch.setattr(RiM, 'set_dropout', lambda self, p: (seen.append(p), set_dropout(self, p)))
+    rim_run(learning_rate=1e-2, min_lr=1e-2, stage2_learning_rate=2e-3, dropout=0.1, stage2_dropout=0.4, warmup_iters=2)
+    with open(tmp_path / 'run' / 'log.jsonl', encoding='utf-8') as f:
+        rates = [entry['lr'] for entry in map(json.loads, f) if 'lr' in entry]
+    assert rates == pytest.approx([5e-3, 1e-2, 1e-2, 1e-3, 2e-3, 2e-3]) and seen == [0.1, 0.4]
+    model = tiny(dropout=0.1)
+    set_dropout(model, 0.4)
+    assert model.blocks[0].attn.dropout == model.blocks[0].attn.resid_dropout.p == model.drop.p == 0.4
+    source = batches(dataset, epochs=2, stage2_epochs=0.5)  # 50 records, 4 a step: 13 steps an epoch
+    assert [steps for _, steps, _, _ in source.stages(1, 1e-3)] == [26, 6]
+
+
+def test_an_epoch_takes_every_record_once_and_wastes_little():
+    rng = records.np.random.default_rng(0)
+    lengths = rng.integers(10, 100, 1000)
+    order = records.epoch_order(lengths, 16, records.np.random.default_rng(1))
+    assert order.shape == (63, 16) and set(order.ravel()) == set(range(1000))
+    assert (order == records.epoch_order(lengths, 16, records.np.random.default_rng(1))).all()
+    shuffled = rng.permutation(1008).reshape(63, 16) % 1000
+    padded, careless = (sum(16 * lengths[batch].max() for batch in o) / lengths[o].sum() for o in (order, shuffled))
+    assert padded < 1.1 < 1.5 < careless
+    firsts = lengths[order].mean(1)
+    assert abs(records.np.corrcoef(firsts, range(63))[0, 1]) < 0.3  # batches do not come sorted
+
+
+def test_a_plain_gpt_can_be_the_start_and_the_vocabulary_grows(run, dataset, tmp_path, capsys):
+    folder = tmp_path / 'plain'
+    folder.mkdir()
+    spec = {k: v for k, v in data.read_meta(dataset)['tokenizer'].items() if k != 'special'}
+    data.write_text_dataset(str(folder), '1+2=3\n4+5=9?\n' * 40, spec, 'a test')
+    gpt = run('gpt', dataset=str(folder), block_size=48)
+    start = str(tmp_path / 'gpt' / 'ckpt.pt')
+    new = run('rim', method='rim', block_size=48, n_blocks=2, max_iters=0, stage2_iters=0, init_from=start)
+    old = gpt['model']['wte.weight']
+    assert len(new['model']['wte.weight']) == len(old) + 4 and torch.equal(new['model']['wte.weight'][:-4], old)
+
+
+def test_lora_trains_adapters_and_new_embeddings_only(rim_run, tmp_path):
+    rim_run('start', train_on='cot')
+    start = str(tmp_path / 'start' / 'ckpt.pt')
+    tuned = rim_run('lora', init_from=start, lora_rank=2, learning_rate=1e-2, weight_decay=0.5)
+    before = train.load_checkpoint(start)['model']
+    for name, weight in before.items():
+        same = weight[:-4] if name in ('wte.weight', 'lm_head.weight') else weight
+        assert torch.equal(same, tuned['model'][name][:len(same)]), name
+    assert not torch.equal(before['wte.weight'][-4:], tuned['model']['wte.weight'][-4:])
+    assert all(p.abs().sum() > 0 for name, p in tuned['model'].items() if 'lora_b' in name)
+    model = train.build_model(tuned).double()
+    idx = torch.randint(10, (2, 7))
+    apart = model.train()(idx)[0]
+    assert (model.eval()(idx)[0] - apart).abs().max() < 1e-12 and model.blocks[0].mlp.c_fc.merged is not None
+
+
+# --- inference ---
+
+def decode_slowly(model, question, blocks, n_mem, limit):
+    """Greedy read-out without a cache: the whole sequence is read again for each token."""
+    begin, mem, close, end = model.special
+    row = question + ([begin] + [mem] * n_mem + [close]) * blocks
+    out, log_p = [], 0.0
+    for _ in range(limit):
+        logits = model(torch.tensor([row + out]))[0][0, -1].log_softmax(-1)
+        log_p += logits.max().item()
+        if logits.argmax().item() == end:
+            break
+        out.append(logits.argmax().item())
+    return out, log_p
+
+
+@pytest.mark.parametrize('K, M', [(3, 2), (5, 1), (1, 4)])
+def test_cached_answers_equal_rereading_at_every_block_and_in_batches(K, M):
+    model = tiny().eval()
+    with torch.no_grad():
+        model.wte.weight.mul_(8)  # away from uniform guesses, so that rows end at different lengths
+        questions = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [2, 2]]
+        read = model.answers(questions, K, M, every_block=True, max_new_tokens=6)
+        assert len(read) == K
+        for k, [(rows, log_p)] in enumerate(read, 1):
+            for q, row, p in zip(questions, rows, log_p):
+                slow, slow_p = decode_slowly(model, q, k, M, 6)
+                assert row == slow and p.item() == pytest.approx(slow_p, abs=1e-9)
+        assert model.answers(questions, K, M, max_new_tokens=6)[0][0][0] == read[-1][0][0]
+
+
+def test_coconut_and_plain_answers_equal_rereading():
+    with torch.no_grad():
+        model = tiny(train_on='coconut', coconut_stages=3).eval()
+        model.wte.weight.mul_(8)
+        questions = [[1, 2, 3], [4]]
+        [[(rows, _)]] = model.answers(questions, max_new_tokens=5)
+        for question, row in zip(questions, rows):
+            out = []
+            for _ in range(5):
+                full = build_row(question, [out or [0]], [1.0], 3, model.special)
+                n = len(question) + 5 + len(out)
+                idx, _, _, positions, readout = (t[:, :n] for t in tensors(full))
+                token = model(idx, positions=positions, readout=readout)[0][0, -1].argmax().item()
+                if token == model.special[3]:
+                    break
+                out.append(token)
+            assert row == out
+        for train_on in ('sft', 'cot'):
+            model = tiny(train_on=train_on).eval()
+            [[(rows, _)]] = model.answers(questions, max_new_tokens=5)
+            assert rows == [decode_slowly(model, q, 0, 2, 5)[0] for q in questions]
+
+
+def test_samples_differ_and_share_one_prefill(monkeypatch):
+    model, calls = tiny(), []
+    prefill = model.prefill
+    monkeypatch.setattr(model, 'prefill', lambda *a: (calls.append(a), prefill(*a))[1])
+    [samples] = model.answers([[1, 2]], samples=8, temperature=1.0, max_new_tokens=4)
+    assert len(samples) == 8 and len({tuple(rows[0]) for rows, _ in samples}) > 1 and len(calls) == 1
+
+
+def test_score_is_per_block_and_compares_numbers(dataset, monkeypatch):
+    tokenizer = data.Tokenizer(data.read_meta(dataset)['tokenizer'])
+    problems = [records.Record('1?', ['1'], '3.0', ''), records.Record('12?', ['1'], '$1,234', '')]
+    # question -> sample -> block
+    said = {'1?\n': [['5', '3'], ['3', '3']], '12?\n': [['1234', '4'], ['5', '1+1=2\n1234']]}
+
+    class Fake:
+        def answers(self, questions, every_block, samples):
+            texts = [said[tokenizer.decode(q)] for q in questions]
+            return [[([tokenizer.encode(t[s][k]) for t in texts], None) for s in range(samples)] for k in range(2)]
+    assert records.score(Fake(), tokenizer, problems).tolist() == [[False, True], [True, False]]
+    assert records.score(Fake(), tokenizer, problems, samples=2).tolist() == [[True, True], [True, True]]
+    with pytest.raises(UserError, match="here: answer = 'many' is no number"):
+        records.score(Fake(), tokenizer, [records.Record('1?', ['1'], 'many', 'here')])
+
+
+def test_time_to_the_answers_first_token_counts_written_steps(dataset):
+    tokenizer = data.Tokenizer(data.read_meta(dataset)['tokenizer'])
+    newline, end = tokenizer.encode('\n')[0], tokenizer.special['<end>']
+
+    class Fake:
+        def answers(self, questions, on_token):
+            for token in (3, newline, 4, newline, 5, 6, end):
+                records.time.sleep(0.01)
+                on_token(torch.tensor([token]))
+    first, whole = records.time_answer(Fake(), tokenizer, '1+1?')
+    assert 0.05 <= first < 0.06 <= whole - 0.009  # the fifth token begins the answer
+
+
+def test_ask_shows_each_block_with_its_probability(rim_run, dataset, capsys):
+    checkpoint = rim_run()
+    out = capsys.readouterr().out
+    assert 'accuracy on 10 validation records: ' in out and 'by block: 1: ' in out and 'block 2: ' in out
+    model, tokenizer = train.build_model(checkpoint), data.Tokenizer(checkpoint['meta']['tokenizer'])
+    shown = model.ask(tokenizer, '1+2?', show=True).splitlines()
+    assert [line.split(':')[0] for line in shown] == ['block 1', 'block 2'] and '(probability 0.' in shown[0]
+    assert model.ask(tokenizer, '1+2?') == shown[1].split(': ')[1].split('  (')[0]
+
+
+def test_the_first_batch_as_a_table(rim_run, run, tmp_path, capsys):
+    rim_run(show_batch=True, max_iters=0, stage2_iters=0)
+    out = capsys.readouterr().out
+    assert "</b>" in out and 'memory' in out and 'readout' in out and '<end>' in out
+
+
+# --- what is wrong is said in a line ---
+
+@pytest.mark.parametrize('settings, message', [
+    (dict(n_blocks=0), 'n_blocks = 0: must be at least 1'), (dict(n_mem=0), 'n_mem = 0: must be at least 1'),
+    (dict(train_on='x'), "train_on = 'x': choose one of rim, pause, sft, cot, coconut"),
+    (dict(anneal='x'), "anneal = 'x'"), (dict(stage2_dropout=1.0), 'stage2_dropout = 1.0'),
+    (dict(lora_rank=-1), 'lora_rank = -1'), (dict(vocab_size=4), 'vocab_size = 4: there must be room')])
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(UserError, match=message):
+        tiny(**settings)
+
+
+def test_questions_that_do_not_fit_and_bad_numbers_of_blocks():
+    model = tiny(block_size=16)
+    with pytest.raises(UserError, match='question of 9 tokens with 12 memory tokens .* block_size = 16'):
+        model.answers([[1] * 9])
+    with pytest.raises(UserError, match='question of 16 tokens leaves no room'):
+        tiny(train_on='sft', block_size=16).answers([[1] * 16])
+    for K, M in [(0, 2), (2, 0)]:
+        with pytest.raises(UserError, match=f'{K} memory blocks of {M} memory tokens'):
+            model.answers([[1]], K, M)
+
+
+def test_wrong_data_sets(run, rim_run, dataset, tmp_path):
+    with pytest.raises(UserError, match='holds records, but this method trains on plain text'):
+        run()
+    text = tmp_path / 'text'
+    text.mkdir()
+    data.write_text_dataset(str(text), 'abc\n' * 200, {'kind': 'char', 'chars': sorted('abc\n')}, 'a test')
+    with pytest.raises(UserError, match='holds text, but this method trains on records'):
+        rim_run(dataset=str(text))
+    meta = data.read_meta(dataset)
+    del meta['tokenizer']['special']
+    meta['vocab_size'] -= 4
+    data.write_file(os.path.join(dataset, 'meta.json'), json.dumps(meta))
+    with pytest.raises(UserError, match='lacks the special tokens <b>, <m>, </b>, <end>'):
+        rim_run()
+
+
+def test_records_with_too_many_steps_or_tokens_are_left_out_and_counted(dataset, capsys):
+    assert len(batches(dataset, max_steps=2).records['train']) == 33
+    out = capsys.readouterr().out
+    assert '17 of 50 train records are left out, they have more steps than max_steps = 2' in out
+    assert batches(dataset, block_size=22).epoch_steps < 13
+    assert 'do not fit into block_size = 22' in capsys.readouterr().out
+    with pytest.raises(UserError, match='no train record is left'):
+        batches(dataset, block_size=8)
+
+
+@pytest.mark.parametrize('line, message', [
+    ('{"question": "1?", "steps": ["1"]', r'line 2 is no JSON'), ('[1]', r'line 2 is .\[1\]., not an object'),
+    ('{"question": "1?", "steps": ["1"]}', 'line 2: answer = None'),
+    ('{"steps": ["1"], "answer": "1"}', 'line 2: question = None'),
+    ('{"question": "1?", "answer": "1"}', 'line 2: steps = None'),
+    ('{"question": "1?", "steps": [], "answer": "1"}', r'steps = \[\]'),
+    ('{"question": "1?", "steps": [1], "answer": "1"}', r'line 2: steps = \[1\]'),
+    ('{"question": "1?", "steps": ["1"], "answer": 1}', 'line 2: answer = 1')])
+def test_broken_records_are_named_by_their_line(dataset, line, message):
+    path = os.path.join(dataset, 'train.jsonl')
+    with open(path, encoding='utf-8') as f:
+        lines = f.read().split('\n')
+    data.write_file(path, '\n'.join([lines[0], line, *lines[1:]]))
+    with pytest.raises(UserError, match=message):
+        batches(dataset)
+
+
+def test_a_missing_start_is_trained_first(rim_run, tmp_path, dataset, capfd):
+    config = tmp_path / 'start.py'
+    config.write_text(f"method, train_on, dataset = 'rim', 'cot', {dataset!r}\n"
+                      'n_layer, n_head, n_embd, block_size = 3, 2, 16, 48\n'
+                      'batch_size, max_iters, eval_interval, eval_rows = 4, 3, 2, 8\n', encoding='utf-8')
+    start = str(tmp_path / 'start' / 'ckpt.pt')
+    rim_run('one', init_from=start, start_config=str(config))
+    assert 'is not there yet: training it with' in capfd.readouterr().out and train.load_checkpoint(start)['step'] == 3
+    rim_run('two', init_from=start, start_config=str(config))
+    assert 'is not there yet' not in capfd.readouterr().out
+    config.write_text('method = 1\n', encoding='utf-8')
+    os.remove(start)
+    with pytest.raises(UserError, match='that run did not end well'):
+        rim_run('three', init_from=start, start_config=str(config))
