@@ -15,7 +15,9 @@ from config import UserError
 from config.checkpoint import load_checkpoint
 from config.machine import choose_device
 from cyb import CYB, CHUNK, SlotRows, cyb_loss, stop_log_probs, stopping_distribution
+from data import records
 from model import GPT
+from rim import RiM
 from thoughtbubbles import Thoughtbubbles
 from train import METHODS, build_model
 
@@ -31,17 +33,17 @@ device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 threads = 0  # CPU threads, 0 = PyTorch's choice
 
 
-# --- measures: (model, batches, slow) -> {name: a number, or a table, that is a list of dicts with the same keys} ---
-# batches: what the method's source gives for the validation rows; slow: the same for the first slow_rows of them
+# --- measures: (model, batches, slow, source) -> {name: a number, or a table, that is a list of dicts with the same keys} ---
+# source: where the method's batches come from; batches: its validation rows; slow: the first slow_rows of them
 
-def losses(model, batches, slow):
+def losses(model, batches, slow, source):
     """The loss the model is trained on, and its perplexity."""
     rows = sum(len(batch[0]) for batch in batches)
     loss = sum(model(*batch)[1].item() * len(batch[0]) for batch in batches) / rows
     return {'rows': rows, 'loss': loss, 'perplexity': math.exp(min(loss, 700))}
 
 
-def prefixes(model, batches, slow):
+def prefixes(model, batches, slow, source):
     """Which copies survive may depend on later tokens. What that is worth: the loss when every token is predicted
     from a row that ends before it, as in generation, against one pass over the whole row."""
     total, count = 0.0, 0
@@ -50,7 +52,7 @@ def prefixes(model, batches, slow):
             logits = model.next_logits(idx[:, :t + 1], None, None)
             total += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
         count += targets.numel()
-    one_pass = losses(model, slow, slow)
+    one_pass = losses(model, slow, slow, source)
     return {'slow rows': one_pass['rows'], 'loss in one pass': one_pass['loss'], 'loss by prefixes': total / count,
             'perplexity in one pass': one_pass['perplexity'], 'perplexity by prefixes': math.exp(total / count)}
 
@@ -81,7 +83,7 @@ def correlation(x, y):
     return r, math.erfc(abs(r) * math.sqrt((len(x) - 2) / max(1e-300, 1 - r * r) / 2))
 
 
-def slots(model, batches, slow):
+def slots(model, batches, slow, source):
     """Catch Your Breath: what every slot knows, when the model stops, and whether it pauses where that helps."""
     W = model.config.W
     log_t, gap, right = (torch.cat(t) if t[0] is not None else None
@@ -126,7 +128,7 @@ def slots(model, batches, slow):
                 {'token': t, 'slots taken': mean[t].item(), 'seen': count[t].item()} for t in shown]}
 
 
-def skipping(model, batches, slow):
+def skipping(model, batches, slow, source):
     """Catch Your Breath: the loss of the answers if the model pauses where d > 1/2, with the pauses that were not
     taken in the context, as in training, and without them."""
     numbers = {}
@@ -153,8 +155,33 @@ def skipping(model, batches, slow):
     return numbers
 
 
+def answers(model, batches, slow, source):
+    """Records: exact-match accuracy on the test split. One prefill of 2K blocks serves for every number of blocks, since
+    no block sees a later one; pass@8 draws eight answers at temperature 1; times are medians over ten questions."""
+    asked, c, tokenizer = source.test_records(eval_rows), model.config, source.tokenizer
+    longest = max(len(records.encode_question(tokenizer, record.question)) for record in asked)
+    blocks = 1
+    if c.train_on in ('rim', 'pause'):
+        blocks = max(c.n_blocks, min(2 * c.n_blocks, (c.block_size - longest - 8) // (c.n_mem + 2)))
+    how = {'n_blocks': blocks} if blocks > 1 else {}
+    right = records.score(model, tokenizer, asked, **how)  # (n, blocks)
+    last = right[:, min(c.n_blocks, blocks) - 1]
+    drawn = records.score(model, tokenizer, asked, every_block=False, samples=8, temperature=1.0)
+    times = torch.tensor([records.time_answer(model, tokenizer, record.question) for record in asked[:10]]).median(dim=0)
+    steps = sorted({len(record.steps) for record in asked})
+    numbers = {'questions': len(asked), 'accuracy': last.mean().item(), 'pass@8': drawn.any(1).mean().item(),
+               'ms to the first token': 1e3 * times.values[0].item(), 'ms to the answer': 1e3 * times.values[1].item(),
+               'accuracy by steps': [{'steps': n, 'accuracy': last[[len(r.steps) == n for r in asked]].mean().item(),
+                                      'questions': sum(len(r.steps) == n for r in asked)} for n in steps]}
+    if blocks > 1:
+        numbers['any block'] = right[:, :c.n_blocks].any(1).mean().item()
+        numbers['accuracy by blocks'] = [{'blocks': k + 1, 'accuracy': right[:, k].mean().item()} for k in range(blocks)]
+    return numbers
+
+
 # a model gets the measures of its class and those of the classes it builds on; a later one may refine a number
-MEASURES = {GPT: [losses], Thoughtbubbles: [prefixes], CYB: [slots, skipping]}
+MEASURES = {GPT: [losses], Thoughtbubbles: [prefixes], CYB: [slots, skipping],
+            RiM: [answers]}
 
 
 # --- output ---
@@ -220,17 +247,19 @@ def main(argv):
     meta = data.read_meta(name)
     if meta['tokenizer'] != saved['meta']['tokenizer']:
         raise UserError(f'dataset = {name!r}: its tokenizer is not the one that {path} was trained with')
-    source = METHODS[saved['method']][2](name, meta, model.config, seed, eval_rows)
+    source = METHODS[saved['method']][2](name, meta, model.config, seed, eval_rows, batch_size)
+    stages = source.stages(saved['settings']['max_iters'], saved['settings']['learning_rate'])
+    last_step = sum(steps for _, steps, *_ in stages) - 1  # validation rows as in the last stage
 
     def batches(n):
-        return [[t.to(run_device) for t in source.val_batch(list(range(i, min(n, i + batch_size))))]
+        return [[t.to(run_device) for t in source.val_batch(list(range(i, min(n, i + batch_size))), last_step)]
                 for i in range(0, n, batch_size)]
     torch.manual_seed(seed)
     every, slow = batches(source.n_val), batches(min(source.n_val, slow_rows))
     numbers = {}
     for cls in reversed(type(model).__mro__):
         for measure in MEASURES.get(cls, []):
-            numbers.update(measure(model, every, slow))
+            numbers.update(measure(model, every, slow, source))
     for table in (value for value in numbers.values() if isinstance(value, list)):
         for row in table:
             if 'token' in row:

@@ -1,6 +1,7 @@
 """Text from a checkpoint alone: python sample.py --out_dir=out/tb_small --prompt="ROMEO:" --show=True
 
---show=True colours every token by what the model spent on it: streams held, or slots taken.
+--show=True colours every token by what the model spent on it: streams held, or slots taken. A model trained on records
+answers the question in --prompt; --show=True then prints what is read after each memory block, with its probability.
 """
 import sys
 
@@ -72,6 +73,14 @@ def main(argv):
                 text = f.read()
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f'prompt_file = {prompt_file!r} cannot be read: {e}') from e
+    if saved['meta']['kind'] == 'records':  # a model that was trained to answer is asked
+        if not text.strip():
+            raise UserError('prompt is empty: ask a question, such as --prompt="..."')
+        torch.manual_seed(seed)
+        for _ in range(num_samples):  # without another wish, the likeliest answer
+            print(model.ask(tokenizer, text.strip(), show=show, max_new_tokens=max_new_tokens, top_k=top_k, top_p=top_p,
+                            temperature=temperature if 'temperature' in given else 0.0))
+        return
     ids = tokenizer.encode(text)
     stop_ids = tokenizer.encode(stop)
     if len(stop_ids) > 1:

@@ -197,7 +197,7 @@ class RecordBatches:
         if config.vocab_size != self.tokenizer.vocab_size:
             raise UserError(f'vocab_size = {config.vocab_size}: the special tokens are the last of the vocabulary, so '
                             f'it must be that of {dataset!r}, {self.tokenizer.vocab_size}')
-        self.special, self.newline = self.tokenizer.special, self.tokenizer.encode('\n')
+        self.dataset, self.special, self.newline = dataset, self.tokenizer.special, self.tokenizer.encode('\n')
         self.records, self.encoded, self.order = {}, {}, (None, None)
         for split in ('train', 'val'):
             self.records[split], self.encoded[split] = self._read(dataset, split)
@@ -251,6 +251,10 @@ class RecordBatches:
                 line = f'{i:6} {show(token):>8} {position:8} {kind:>8} {block:5}  {ranges:20} {label}'
                 lines.append(line.rstrip())
         return '\n'.join(lines)
+
+    def test_records(self, n):
+        """The first n records of test.jsonl; those without written steps are among them."""
+        return read_records(os.path.join(dataset_folder(self.dataset), 'test.jsonl'), need_steps=False)[:n]
 
     def report(self, model):
         """What a finished run prints: accuracy on validation records, block by block, and an example."""

@@ -8,7 +8,8 @@ import torch
 import data
 import eval as evaluation
 from config import UserError
-from train import build_model, load_checkpoint
+from config.checkpoint import load_checkpoint
+from train import build_model
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_what_skipping_costs(numbers):
     _, model, idx, targets = numbers(method='cyb', W=3)
     model.dont_know.bias += 4  # so that it pauses
     model.dont_know.weight *= 20
-    got = evaluation.skipping(model, [], [(idx[:4], targets[:4]), (idx[4:], targets[4:])])
+    got = evaluation.skipping(model, [], [(idx[:4], targets[:4]), (idx[4:], targets[4:])], None)
     x = model.encode_slots(idx)
     z, k = model.logits(x), model.dont_know_logit(model.ln_f(x))
     know = k <= z.logsumexp(-1)  # d <= 1/2

@@ -8,9 +8,12 @@ import torch
 import torch.nn.functional as F
 
 import data
+import eval as evaluation
 import rim
+import sample
 import train
 from config import UserError
+from config.checkpoint import load_checkpoint
 from data import records
 from model import GPT, GPTConfig
 from rim import RiM, RiMConfig, build_row
@@ -253,7 +256,7 @@ def test_resume_is_exact_in_either_stage(rim_run, tmp_path, monkeypatch, stop):
     # stage 2 starts with an optimizer that knows nothing
     assert bool(half['optimizer']['state']) == (stop != 2)
     if stop == 2:
-        assert train.load_checkpoint(str(tmp_path / 'parts' / 'stage1.pt'))['optimizer']['state']
+        assert load_checkpoint(str(tmp_path / 'parts' / 'stage1.pt'))['optimizer']['state']
     resumed = rim_run('parts', init_from='resume', **settings)
     assert resumed['step'] == 6 and resumed['best_val_loss'] == whole['best_val_loss']
     for name, weight in whole['model'].items():
@@ -306,7 +309,7 @@ def test_lora_trains_adapters_and_new_embeddings_only(rim_run, tmp_path):
     rim_run('start', train_on='cot')
     start = str(tmp_path / 'start' / 'ckpt.pt')
     tuned = rim_run('lora', init_from=start, lora_rank=2, learning_rate=1e-2, weight_decay=0.5)
-    before = train.load_checkpoint(start)['model']
+    before = load_checkpoint(start)['model']
     for name, weight in before.items():
         same = weight[:-4] if name in ('wte.weight', 'lm_head.weight') else weight
         assert torch.equal(same, tuned['model'][name][:len(same)]), name
@@ -396,17 +399,17 @@ def test_score_is_per_block_and_compares_numbers(dataset, monkeypatch):
         records.score(Fake(), tokenizer, [records.Record('1?', ['1'], 'many', 'here')])
 
 
-def test_time_to_the_answers_first_token_counts_written_steps(dataset):
+def test_time_to_the_answers_first_token_counts_written_steps(dataset, monkeypatch):
     tokenizer = data.Tokenizer(data.read_meta(dataset)['tokenizer'])
     newline, end = tokenizer.encode('\n')[0], tokenizer.special['<end>']
 
     class Fake:
         def answers(self, questions, on_token):
             for token in (3, newline, 4, newline, 5, 6, end):
-                records.time.sleep(0.01)
                 on_token(torch.tensor([token]))
-    first, whole = records.time_answer(Fake(), tokenizer, '1+1?')
-    assert 0.05 <= first < 0.06 <= whole - 0.009  # the fifth token begins the answer
+    ticks = iter(range(100))
+    monkeypatch.setattr(records.time, 'perf_counter', lambda: next(ticks))  # a second per token
+    assert records.time_answer(Fake(), tokenizer, '1+1?') == (5, 7)  # the fifth token begins the answer
 
 
 def test_ask_shows_each_block_with_its_probability(rim_run, dataset, capsys):
@@ -417,6 +420,31 @@ def test_ask_shows_each_block_with_its_probability(rim_run, dataset, capsys):
     shown = model.ask(tokenizer, '1+2?', show=True).splitlines()
     assert [line.split(':')[0] for line in shown] == ['block 1', 'block 2'] and '(probability 0.' in shown[0]
     assert model.ask(tokenizer, '1+2?') == shown[1].split(': ')[1].split('  (')[0]
+
+
+@pytest.mark.parametrize('train_on', ['rim', 'sft', 'cot', 'coconut'])
+def test_sampling_and_evaluation(rim_run, dataset, tmp_path, capsys, train_on):
+    checkpoint, folder = rim_run(train_on=train_on, max_iters=6), str(tmp_path / 'run')
+    capsys.readouterr()
+    sample.main([f'--out_dir={folder}', '--prompt=1+2?', '--num_samples=2'])
+    one, two = capsys.readouterr().out.splitlines()[-2:] if train_on != 'cot' else ('', '')
+    assert one == two  # the likeliest answer, without a temperature
+    sample.main([f'--out_dir={folder}', '--prompt=1+2?', '--show'])
+    assert 'block 1: ' in capsys.readouterr().out
+    with pytest.raises(UserError, match='prompt is empty: ask a question'):
+        sample.main([f'--out_dir={folder}'])
+    evaluation.main([f'--out_dir={folder}', '--eval_rows=10', '--batch_size=4', '--device=cpu'])
+    with open(os.path.join(folder, 'eval.json'), encoding='utf-8') as f:
+        numbers = json.load(f)
+    model, tokenizer = train.build_model(checkpoint), data.Tokenizer(checkpoint['meta']['tokenizer'])
+    asked = records.read_records(os.path.join(dataset, 'test.jsonl'))
+    right = [model.ask(tokenizer, r.question).split('\n')[-1] == r.answer for r in asked]
+    assert numbers['questions'] == 10 and numbers['accuracy'] == sum(right) / 10
+    assert sum(row['questions'] for row in numbers['accuracy by steps']) == 10
+    assert 0 < numbers['ms to the first token'] <= numbers['ms to the answer']
+    if train_on == 'rim':  # K from 1 to 2K; K itself is the model's own
+        assert [row['blocks'] for row in numbers['accuracy by blocks']] == [1, 2, 3, 4]
+        assert numbers['accuracy by blocks'][1]['accuracy'] == numbers['accuracy'] <= numbers['any block']
 
 
 def test_the_first_batch_as_a_table(rim_run, run, tmp_path, capsys):
@@ -498,7 +526,7 @@ def test_a_missing_start_is_trained_first(rim_run, tmp_path, dataset, capfd):
                       'batch_size, max_iters, eval_interval, eval_rows = 4, 3, 2, 8\n', encoding='utf-8')
     start = str(tmp_path / 'start' / 'ckpt.pt')
     rim_run('one', init_from=start, start_config=str(config))
-    assert 'is not there yet: training it with' in capfd.readouterr().out and train.load_checkpoint(start)['step'] == 3
+    assert 'is not there yet: training it with' in capfd.readouterr().out and load_checkpoint(start)['step'] == 3
     rim_run('two', init_from=start, start_config=str(config))
     assert 'is not there yet' not in capfd.readouterr().out
     config.write_text('method = 1\n', encoding='utf-8')
