@@ -173,14 +173,22 @@ def read_bin(path, meta, block_size):
         raise UserError(f'{path}: {size // 2} tokens are fewer than block_size + 1 = {block_size + 1}: '
                         'use a smaller block_size or more data')
     tokens = np.memmap(path, dtype='<u2', mode='r')
-    vocab_size, crc32 = meta['vocab_size'], meta.get('crc32', {}).get(os.path.basename(path))
+    vocab_size = meta['vocab_size']
     if int(tokens.max()) >= vocab_size:
         where = int((tokens >= vocab_size).argmax())
         raise UserError(f'{path}: token {where} has id {tokens[where]}, beyond the vocabulary of {vocab_size}: '
                         'run prepare.py again')
-    if crc32 is not None and zlib.crc32(tokens) != crc32:
-        raise UserError(f'{path} is damaged (its checksum is not that in meta.json): run prepare.py again')
+    check_crc32(path, tokens, meta)
     return tokens
+
+
+def check_crc32(path, content, meta):
+    """Raises UserError if a file's content (bytes or array) is not what meta.json was written for. A meta.json made by
+    hand need not have checksums."""
+    crc32 = meta.get('crc32', {}).get(os.path.basename(path))
+    if crc32 is not None and zlib.crc32(content) != crc32:
+        raise UserError(f'{path} is damaged or was changed (its checksum is not that in meta.json): run prepare.py again, '
+                        'or delete "crc32" from meta.json to use it as it is')
 
 
 class TextBatches:

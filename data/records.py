@@ -8,6 +8,7 @@ import os
 import re
 import time
 import urllib.request
+import zlib
 from collections import Counter, namedtuple
 from decimal import Decimal
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from config import UserError
-from data import Tokenizer, dataset_folder, write_file
+from data import Tokenizer, announce, check_crc32, dataset_folder, write_file
 
 Record = namedtuple('Record', 'question steps answer where')  # where: file and line, for messages
 SPECIAL = ['<b>', '<m>', '</b>', '<end>']  # a memory block's begin, its memory tokens, its end; the end of a read-out
@@ -83,17 +84,20 @@ def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
     tokenizer_spec = {**tokenizer_spec, 'special': SPECIAL}
     tokenizer = Tokenizer(tokenizer_spec)
     meta = {'kind': 'records', 'tokenizer': tokenizer_spec, 'vocab_size': tokenizer.vocab_size, 'source': source,
-            'left_out': left_out or {}}
-    if os.path.exists(os.path.join(folder, 'meta.json')):
-        os.remove(os.path.join(folder, 'meta.json'))
+            'left_out': left_out or {}, 'crc32': {'tokenizer': zlib.crc32(json.dumps(tokenizer_spec).encode())}}
+    contents = {}
     for split, rows in splits.items():
         if not rows:
             raise UserError(f'{folder}: no row for {split} was found in {source}')
         for row in rows:
             tokenizer.encode('\n'.join([row[0], *row[1], row[2]]))
         lines = (json.dumps(dict(zip(('question', 'steps', 'answer'), row)), ensure_ascii=False) for row in rows)
-        write_file(os.path.join(folder, split + '.jsonl'), '\n'.join(lines) + '\n')
+        contents[split + '.jsonl'] = ('\n'.join(lines) + '\n').encode('utf-8')
+        meta['crc32'][split + '.jsonl'] = zlib.crc32(contents[split + '.jsonl'])
         meta[split + '_rows'], meta[split + '_steps'] = len(rows), sum(len(row[1]) for row in rows)
+    announce(folder, meta)
+    for name, content in contents.items():
+        write_file(os.path.join(folder, name), content)
     write_file(os.path.join(folder, 'meta.json'), json.dumps(meta, indent=1))
     for split, rows in splits.items():
         counts = sorted(Counter(len(row[1]) for row in rows).items())
@@ -131,13 +135,13 @@ def check_record(entry, where, need_steps=True):
     return Record(entry['question'], steps, entry['answer'], where)
 
 
-def read_records(path, need_steps=True):
-    """All records of a JSONL file. need_steps=False admits empty steps, for a test split.
+def read_records(path, need_steps=True, meta={}):
+    """All records of a JSONL file. need_steps=False admits empty steps, for a test split. meta: of the data set.
 
-    Raises UserError if the file is missing or empty, or names the line that is no record.
+    Raises UserError if the file is missing or empty, is not what meta was written for, or names the line that is no record.
     """
     try:
-        with open(path, encoding='utf-8') as f:
+        with open(path, encoding='utf-8', newline='') as f:  # as it is, for the checksum
             text = f.read()
     except FileNotFoundError:
         raise UserError(f'{path} is missing: run prepare.py in that folder') from None
@@ -146,6 +150,7 @@ def read_records(path, need_steps=True):
     records = [check_record(entry, where, need_steps) for where, entry in parse_jsonl(text, path)]
     if not records:
         raise UserError(f'{path} holds no record: run prepare.py again')
+    check_crc32(path, text.encode('utf-8'), meta)
     return records
 
 
@@ -197,7 +202,7 @@ class RecordBatches:
         if config.vocab_size != self.tokenizer.vocab_size:
             raise UserError(f'vocab_size = {config.vocab_size}: the special tokens are the last of the vocabulary, so '
                             f'it must be that of {dataset!r}, {self.tokenizer.vocab_size}')
-        self.dataset, self.special, self.newline = dataset, self.tokenizer.special, self.tokenizer.encode('\n')
+        self.dataset, self.meta, self.special, self.newline = dataset, meta, self.tokenizer.special, self.tokenizer.encode('\n')
         self.records, self.encoded, self.order = {}, {}, (None, None)
         for split in ('train', 'val'):
             self.records[split], self.encoded[split] = self._read(dataset, split)
@@ -208,7 +213,7 @@ class RecordBatches:
     def _read(self, dataset, split):
         """Records that fit, and the same as (question, steps, answer) in token ids; the others are counted."""
         kept, left_out, limits = [], Counter(), self.config
-        for record in read_records(os.path.join(dataset_folder(dataset), split + '.jsonl')):
+        for record in read_records(os.path.join(dataset_folder(dataset), split + '.jsonl'), meta=self.meta):
             encoded = (encode_question(self.tokenizer, record.question),
                        [self.tokenizer.encode(step) for step in record.steps], self.tokenizer.encode(record.answer))
             if len(record.steps) > limits.max_steps:
@@ -254,7 +259,7 @@ class RecordBatches:
 
     def test_records(self, n):
         """The first n records of test.jsonl; those without written steps are among them."""
-        return read_records(os.path.join(dataset_folder(self.dataset), 'test.jsonl'), need_steps=False)[:n]
+        return read_records(os.path.join(dataset_folder(self.dataset), 'test.jsonl'), False, self.meta)[:n]
 
     def report(self, model):
         """What a finished run prints: accuracy on validation records, block by block, and an example."""

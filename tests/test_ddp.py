@@ -2,7 +2,6 @@
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import torch
 
 import train
 from config.checkpoint import load_checkpoint
+from test_rim import write_records
 from test_train import METHOD_SETTINGS, read_log
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -26,17 +26,18 @@ def free_port():
                 return port
 
 
-def torchrun(processes, script, *arguments, timeout=120):
+def torchrun(processes, script, *arguments, timeout=300):
     """(exit status, output). A run that hangs fails the test, its processes are killed."""
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', script, *arguments]
     started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               start_new_session=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+                               env={**os.environ, 'OMP_NUM_THREADS': '1'})
     try:
         output, _ = started.communicate(timeout=timeout)
         return started.returncode, output
     finally:
         if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
+            started.terminate()  # torchrun then ends its processes, by force after half a minute
+            started.wait(60)
 
 
 @pytest.fixture
@@ -52,7 +53,9 @@ def arguments(tmp_path, dataset):
 def test_processes_compute_what_one_would(arguments, tmp_path):
     """2 and 3 processes against one, for every method, dropout included, the optimizer sharded and not, and a resume
     on another number of processes. Weights agree to 1e-6, losses to 1e-5: rounding."""
-    runs = {**{s['method']: s for s in METHOD_SETTINGS}, 'sharded': dict(method='gpt', shard_optimizer=True)}
+    runs = {**{s['method']: s for s in METHOD_SETTINGS}, 'sharded': dict(method='gpt', shard_optimizer=True),
+            'rim': dict(method='rim', dataset=write_records(tmp_path / 'records'), block_size=48, n_blocks=2, max_iters=6,
+                        stage2_iters=4)}  # both of its stages
     for name, settings in runs.items():
         train.main(arguments(f'{name}1', **settings))
     for processes in (2, 3):

@@ -127,7 +127,7 @@ def test_a_record_data_set_is_written_whole_and_read_back(tmp_path, capsys):
     assert tokenizer.decode(ids) == '1' and ids[1:] == list(range(len(chars), len(chars) + 4))
     with pytest.raises(UserError, match="no 'x'"):
         records.write_record_dataset(str(tmp_path), {'train': [('x', ['1'], '1')]}, spec, 'a test')
-    assert not os.path.exists(tmp_path / 'meta.json')
+    assert data.read_meta(str(tmp_path)) == meta  # what was there is untouched
     with pytest.raises(UserError, match='no row for val'):
         records.write_record_dataset(str(tmp_path), {'train': rows, 'val': []}, spec, 'a test')
     data.write_file(str(tmp_path / 'train.jsonl'), '')

@@ -20,7 +20,9 @@ import data
 import train
 from config import UserError, machine
 from config.checkpoint import load_checkpoint, save_checkpoint
+from data import records
 from model import GPTConfig
+from test_rim import write_records
 from test_train import METHOD_SETTINGS, ROOT, read_log
 
 LONG = bool(os.environ.get('LONG_TESTS'))
@@ -253,6 +255,21 @@ def test_fuzzed_data_is_read_whole_or_named(dataset):
                 assert batches.tokenizer.chars == json.loads(content)['tokenizer']['chars'] if name == 'meta.json' else True
         with open(path, 'wb') as f:
             f.write(content)
+
+
+def test_fuzzed_records_are_read_whole_or_named(tmp_path):
+    dice, folder = random.Random(4), write_records(tmp_path / 'records')
+    meta, path = data.read_meta(folder), os.path.join(folder, 'train.jsonl')
+    whole = records.read_records(path, meta=meta)
+    with open(path, 'rb') as f:
+        content = f.read()
+    for _ in range(1000 if LONG else 60):
+        with open(path, 'wb') as f:
+            f.write(damaged(content, dice))
+        try:
+            assert records.read_records(path, meta=meta) == whole
+        except UserError as e:
+            assert '\n' not in str(e) and path in str(e)
 
 
 # --- devices ---
