@@ -72,7 +72,8 @@ def compare_steps(cases):
         for name, _, step in built:
             times[name].append(seconds(step))
     base = None
-    print(f'{"training step":32s} {"ms":>8s} {"MB":>8s} {"time x":>8s} {"memory x":>9s} {"FLOPs x":>8s} {"time/FLOPs":>11s} {"mem/FLOPs":>10s}')
+    print(f'{"training step":32s} {"ms":>8s} {"MB":>8s} {"time x":>8s} {"memory x":>9s} {"FLOPs x":>8s} '
+          f'{"time/FLOPs":>11s} {"mem/FLOPs":>10s}')
     for name, model, step in built:
         now = statistics.median(times[name]), peak_memory(step), model.flops_per_token() * model.config.block_size
         base = base or now
@@ -106,7 +107,8 @@ def generate():
     times = [[seconds(lambda: model.generate(prompts, 256, use_cache=use_cache)) for use_cache in (True, False)]
              for _ in range(3)]
     cached, uncached = (statistics.median(t) for t in zip(*times))
-    print(f'{"generating 256 tokens":32s} cached {cached:.2f} s, uncached {uncached:.2f} s, {uncached / cached:.1f} times faster')
+    print(f'{"generating 256 tokens":32s} cached {cached:.2f} s, uncached {uncached:.2f} s, '
+          f'{uncached / cached:.1f} times faster')
 
 
 PARTS = {'train': train, 'cyb': cyb, 'generate': generate}

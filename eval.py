@@ -33,7 +33,7 @@ device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 threads = 0  # CPU threads, 0 = PyTorch's choice
 
 
-# --- measures: (model, batches, slow, source) -> {name: a number, or a table, that is a list of dicts with the same keys} ---
+# --- measures: (model, batches, slow, source) -> {name: number or table}, a table is a list of dicts of the same keys ---
 # source: where the method's batches come from; batches: its validation rows; slow: the first slow_rows of them
 
 def losses(model, batches, slow, source):

@@ -48,7 +48,8 @@ def coloured(tokenizer, tokens, effort, unit, terminal):
         back, front = COLOURS[min(e, len(COLOURS)) - 1]
         text = text.replace('\n', '\u21b5\n')  # a line break has a colour too
         return '\n'.join(f'\033[48;5;{back}m\033[38;5;{front}m{line}\033[0m' if line else '' for line in text.split('\n'))
-    text = ''.join(tokenizer.decode([t]) if e is None else paint(tokenizer.decode([t]), e) for t, e in zip(tokens, effort))
+    text = ''.join(tokenizer.decode([t]) if e is None else paint(tokenizer.decode([t]), e)
+                   for t, e in zip(tokens, effort))
     legend = ' '.join(paint(f' {e} ', e) for e in sorted(set(known)))
     return f'{text}\n{unit} per token: {legend}  mean {mean:.2f}'
 

@@ -31,7 +31,7 @@ from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 method = 'gpt'  # a method of the registry below: gpt, thoughtbubbles, cyb or rim
 dataset = 'shakespeare_char'  # a folder under data/, or a path with a slash
 out_dir = 'out/run'  # checkpoints and log.jsonl
-init_from = 'scratch'  # scratch | resume | auto (resume if there is something to resume) | a checkpoint's path to start from
+init_from = 'scratch'  # scratch | resume | auto (resume if there is something to resume) | a checkpoint to start from
 start_config = ''  # the config file that makes init_from's checkpoint, run first where that is missing or unfinished
 overwrite = False  # let a run from scratch replace an earlier run in out_dir
 seed = 1337  # of the weights, the batches and dropout
@@ -140,7 +140,8 @@ def make_start(path, start_config):
 
 def main(argv):
     settings, model_settings, given = config.load(__file__, argv, {name: entry[0] for name, entry in METHODS.items()})
-    ckpt_path, best_path, log_path = (os.path.join(settings['out_dir'], name) for name in ('ckpt.pt', 'best.pt', 'log.jsonl'))
+    ckpt_path, best_path, log_path = (os.path.join(settings['out_dir'], name)
+                                      for name in ('ckpt.pt', 'best.pt', 'log.jsonl'))
     start = settings['init_from']
     if start not in ('scratch', 'resume', 'auto') and not settings['start_config'] and not os.path.exists(start):
         raise UserError(f'init_from = {start!r}: choose scratch, resume, auto or the path of a checkpoint that is there')
@@ -309,7 +310,8 @@ def main(argv):
             save_checkpoint(path, {
                 'version': VERSION, 'method': method, 'model_config': asdict(model_config), 'meta': meta,
                 'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'step': step,
-                'total_iters': total_iters, 'best_val_loss': best_val_loss, 'settings': settings, 'scaler': scaler.state_dict()})
+                'total_iters': total_iters, 'best_val_loss': best_val_loss, 'settings': settings,
+                'scaler': scaler.state_dict()})
 
     @torch.no_grad()
     def evaluate():
@@ -387,14 +389,15 @@ def main(argv):
             now = time.perf_counter()
             rate = tokens_per_step * (step - clock_step) / (now - clock)
             clock, clock_step = now, step
-            entry = {'iter': step, 'train_loss': train_loss, 'lr': lr, 'tokens_per_s': round(rate), 'grad_norm': norm.item()}
+            entry = dict(iter=step, train_loss=train_loss, lr=lr, tokens_per_s=round(rate), grad_norm=norm.item())
             if peak:
                 entry['mfu'] = rate * raw_model.flops_per_token() / peak
             record(**entry)
             bar.set_postfix(loss=f'{train_loss:.4f}', lr=f'{lr:.1e}', tokens_per_s=f'{rate:,.0f}')
             if bar.disable and step % (10 * log_interval) == 0:
                 left = (total_iters - step) * tokens_per_step / rate
-                say(f'step {step}: loss {train_loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, {left / 60:.1f} min left', flush=True)
+                say(f'step {step}: loss {train_loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, {left / 60:.1f} min left',
+                    flush=True)
         if step == stage_start + stage_steps and step < total_iters:
             save(os.path.join(out_dir, f'{stage_name}.pt'))
             (stage_name, stage_start, stage_steps, peak_lr, _), optimizer = begin_stage(step)

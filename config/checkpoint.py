@@ -75,8 +75,9 @@ def merge_resumed(settings, model_settings, given, checkpoint):
     rows = [s['batch_size'] * s['grad_accum'] for s in (saved, {**saved, **{name: now[name] for name in given}})]
     for name in changed:
         if name not in HARMLESS or (name in ('batch_size', 'grad_accum') and rows[0] != rows[1]):
-            raise UserError(f'{given[name]}: {name} = {now[name]!r}: the run to resume has {saved[name]!r}, and to change it '
-                            f'would make it another run; leave it out, or start anew with --init_from=CHECKPOINT and another out_dir')
+            raise UserError(f'{given[name]}: {name} = {now[name]!r}: the run to resume has {saved[name]!r}, and to change '
+                            'it would make it another run; leave it out, or start anew with --init_from=CHECKPOINT and '
+                            'another out_dir')
     merged = {name: saved.get(name, value) if name not in given else value for name, value in settings.items()}
     return merged, ', '.join(f'{name} = {now[name]!r} (was {saved[name]!r})' for name in changed)
 
