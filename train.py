@@ -19,8 +19,8 @@ from tqdm import tqdm
 import config
 import data
 from config import UserError
-from config.checkpoint import (VERSION, check_same_tokenizer, first_line, load_checkpoint, merge_resumed, save_checkpoint,
-                               starting_shape)
+from config.checkpoint import (VERSION, check_same_tokenizer, first_line, load_checkpoint, load_optimizer, merge_resumed,
+                               save_checkpoint, starting_shape)
 from config.machine import check_memory, choose_compile, choose_device, choose_dtype, peak_flops
 from cyb import CYB, CYBConfig
 from model import GPT, GPTConfig
@@ -79,7 +79,7 @@ def read_log(path):
                 entries.append(json.loads(line))
             except ValueError:
                 print(f'{path}: passing over a broken line')
-    return [e for e in entries if isinstance(e, dict) and 'iter' in e]
+    return [e for e in entries if isinstance(e, dict) and type(e.get('iter')) is int]
 
 
 def registered(checkpoint, path):
@@ -125,16 +125,19 @@ def stage_at(stages, step):
 
 def make_start(path, start_config):
     """Run start_config, which writes the checkpoint `path`, unless that is there and finished already."""
-    if os.path.exists(path):
+    def finished():
         checkpoint = load_checkpoint(path)
-        if checkpoint['step'] >= checkpoint.get('total_iters', 0):
-            return
+        return checkpoint['step'] >= checkpoint.get('total_iters', 0)
+    if os.path.exists(path) and finished():
+        return
     print(f'init_from = {path!r} is not there yet: training it with {start_config}', flush=True)
     env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
     same = [f'--{name}={globals()[name]}' for name in ('device', 'dtype', 'compile', 'threads')]
     command = [sys.executable, os.path.abspath(__file__), start_config, '--init_from=auto', *same]
     if subprocess.run([*command, f'--out_dir={os.path.dirname(path)}'], env=env).returncode:
         raise UserError(f'start_config = {start_config!r}: that run did not end well, see above')
+    if not finished():
+        raise UserError(f'start_config = {start_config!r}: that run was stopped; the same command goes on with it')
     print(f'{path} is made, now the run itself', flush=True)
 
 
@@ -165,7 +168,11 @@ def main(argv):
     for name in ('beta1', 'beta2'):
         if not 0 <= settings[name] < 1:
             raise UserError(f'{name} = {settings[name]}: must be in [0, 1)')
-    if not resume and not eval_only and not overwrite and any(map(os.path.exists, (ckpt_path, best_path, log_path))):
+    begun = [path for path in (ckpt_path, best_path, log_path) if os.path.exists(path) and os.path.getsize(path)]
+    if start == 'auto' and start_config and not resume:
+        raise UserError(f'init_from = auto: nothing to resume in {out_dir!r}, and this run starts from what {start_config} '
+                        'trains; leave init_from out the first time')
+    if begun and not resume and not eval_only and not overwrite:
         raise UserError(f'out_dir = {out_dir!r} holds a run already: --init_from=resume goes on with it, '
                         '--overwrite replaces it, --out_dir=... leaves it alone')
     if wandb_project:
@@ -184,9 +191,12 @@ def main(argv):
     run_device, why_device = choose_device(device)
     if ddp:
         if run_device.startswith('cuda'):
-            run_device = f'cuda:{os.environ["LOCAL_RANK"]}'
+            run_device, _ = choose_device(f'cuda:{os.environ["LOCAL_RANK"]}')
             torch.cuda.set_device(run_device)
-        dist.init_process_group('nccl' if run_device.startswith('cuda') else 'gloo')
+        try:
+            dist.init_process_group('nccl' if run_device.startswith('cuda') else 'gloo')
+        except Exception as e:
+            raise UserError(f'the processes could not connect ({first_line(e)})') from e
     is_main = rank == 0
     if grad_accum % world:
         raise UserError(f'grad_accum = {grad_accum} micro-batches cannot be shared out over {world} processes: '
@@ -211,7 +221,7 @@ def main(argv):
         dist.barrier()
     meta = data.read_meta(dataset)
     if resume:
-        model_config = config_class(**checkpoint['model_config'])
+        model_config = build_model(checkpoint, ckpt_path).config
         if checkpoint['meta'] != meta:
             raise UserError(f'dataset = {dataset!r} is not what {ckpt_path} was trained on: it was prepared anew since')
     else:
@@ -239,6 +249,10 @@ def main(argv):
     if resume:
         model = build_model(checkpoint, ckpt_path)
         step, best_val_loss = checkpoint['step'], checkpoint['best_val_loss']
+        if os.path.exists(best_path):  # a crash after an evaluation leaves a best.pt that ckpt.pt does not know of
+            best = load_checkpoint(best_path)
+            if best['step'] <= step and best.get('stage') == checkpoint['stage']:
+                best_val_loss = min(best_val_loss, best['best_val_loss'])
     elif checkpoint:
         new = model.load_pretrained(checkpoint['model'])
         say(f'starting from {init_from}, a {checkpoint["method"]} model; new: {", ".join(new) or "nothing"}')
@@ -257,9 +271,18 @@ def main(argv):
             return stage, ZeroRedundancyOptimizer(params, torch.optim.AdamW, **adamw)
         return stage, torch.optim.AdamW(params, **adamw)
     (stage_name, stage_start, stage_steps, peak_lr, _), optimizer = begin_stage(step)
+    if ddp:
+        states = [None] * world
+        dist.all_gather_object(states, (step, total_iters, meta))
+        if any(state != states[0] for state in states):
+            raise UserError(f'the processes disagree about step or data (steps {[s[0] for s in states]}): out_dir and the '
+                            'data set must be folders that all nodes share')
     scaler = torch.amp.GradScaler(device_type, enabled=run_dtype == 'float16')
     if resume:
-        optimizer.load_state_dict(checkpoint['optimizer'])
+        if checkpoint['stage'] != [stage_name, stage_start]:
+            raise UserError(f'max_iters = {max_iters}: the run to resume is in {checkpoint["stage"][0]} since step '
+                            f'{checkpoint["stage"][1]}, and this would move it to {stage_name} since step {stage_start}')
+        load_optimizer(optimizer, checkpoint['optimizer'], ckpt_path)
         if scaler.is_enabled() and checkpoint['scaler']:
             scaler.load_state_dict(checkpoint['scaler'])
         say(f'resuming {ckpt_path} at step {step}, best validation loss so far {best_val_loss:.4f}'
@@ -267,7 +290,8 @@ def main(argv):
     if run_compile:
         model = torch.compile(model)
     if ddp:
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy of the gradients
+    checkpoint = None  # its tensors are not needed any more
     n_params = sum(p.numel() for p in raw_model.parameters())
     tokens_per_step = round(batch_size * grad_accum * batches.row_tokens)
     say(f'{method}: {n_params:,} parameters, {raw_model.flops_per_token() / 1e6:.1f} MFLOPs per token; '
@@ -283,6 +307,8 @@ def main(argv):
     if is_main and not eval_only:
         try:
             os.makedirs(out_dir, exist_ok=True)
+            for path in begun if overwrite and not resume else []:
+                os.remove(path)
             kept = []
             if resume and os.path.exists(log_path):  # drop what came after the checkpoint: it is run again
                 evaluated_again = step % eval_interval == 0 or step >= total_iters
@@ -298,6 +324,7 @@ def main(argv):
     say_line = tqdm.write if not bar.disable else say
 
     def record(**entry):
+        entry = {name: value if math.isfinite(value) else None for name, value in entry.items()}  # JSON has no nan
         if log:
             log.write(json.dumps(entry) + '\n')
         if wandb_project and is_main:
@@ -307,10 +334,12 @@ def main(argv):
         if ddp and shard_optimizer:
             optimizer.consolidate_state_dict(to=0)  # every process sends its share
         if is_main:
+            log.flush()
+            os.fsync(log.fileno())  # so that after a power cut the log reaches as far as the checkpoint
             save_checkpoint(path, {
                 'version': VERSION, 'method': method, 'model_config': asdict(model_config), 'meta': meta,
                 'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'step': step,
-                'total_iters': total_iters, 'best_val_loss': best_val_loss, 'settings': settings,
+                'stage': [stage_name, stage_start], 'total_iters': total_iters, 'best_val_loss': best_val_loss, 'settings': settings,
                 'scaler': scaler.state_dict()})
 
     @torch.no_grad()
@@ -344,8 +373,12 @@ def main(argv):
     while True:
         if step % eval_interval == 0 or step >= total_iters or eval_only:
             if not eval_only:
+                if not all(p.isfinite().all() for p in raw_model.parameters()):
+                    raise UserError(f'step {step}: a weight is not finite: training has diverged; {ckpt_path} is from before')
                 save(ckpt_path)  # before the evaluation, so that a crash in it loses nothing
             val_loss = evaluate()
+            if not math.isfinite(val_loss):
+                raise UserError(f'step {step}: val loss {val_loss}: the model has diverged; {best_path} is the best before')
             say_line(f'step {step}: val loss {val_loss:.4f}')
             record(iter=step, val_loss=val_loss)
             if val_loss < best_val_loss and not eval_only:
@@ -377,7 +410,8 @@ def main(argv):
             dist.all_reduce(status)
         train_loss, stop_wanted = status.tolist()
         # float16 gradients may overflow: the scaler skips that step and lowers its scale
-        if not math.isfinite(train_loss) or not (scaler.is_enabled() or math.isfinite(norm)):
+        overflow_only = scaler.is_enabled() and scaler.get_scale() >= 1
+        if not math.isfinite(train_loss) or not (overflow_only or math.isfinite(norm)):
             raise UserError(f'step {step}: loss {train_loss}, gradient norm {norm.item()}: training has diverged; '
                             f'{ckpt_path} is from before; a lower learning_rate (now {learning_rate}) may help')
         scaler.step(optimizer)
@@ -400,10 +434,12 @@ def main(argv):
                     flush=True)
         if step == stage_start + stage_steps and step < total_iters:
             save(os.path.join(out_dir, f'{stage_name}.pt'))
+            if is_main and os.path.exists(best_path):  # losses of stages do not compare: the best of each is kept
+                os.replace(best_path, os.path.join(out_dir, f'{stage_name}_best.pt'))
+            best_val_loss = math.inf
             (stage_name, stage_start, stage_steps, peak_lr, _), optimizer = begin_stage(step)
-            best_val_loss = math.inf  # losses of different stages do not compare
             say_line(f'step {step}: {stage_name} begins, learning rate {peak_lr}')
-        if stop_wanted:
+        if stop_wanted and step < total_iters:
             save(ckpt_path)
             say_line(f'stopped by a signal after step {step}; go on with the same command and --init_from=resume')
             break

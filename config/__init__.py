@@ -194,7 +194,9 @@ def run(main):
     except RuntimeError as e:
         if 'RANK' not in os.environ or not ('gloo' in str(e) or type(e).__name__.startswith('Dist')):
             raise
-        print('error: the connection to another process of this run broke; that process says why', file=sys.stderr, flush=True)
+        reason = str(e).strip().splitlines()[0]
+        print(f'error: the connection to another process of this run broke ({reason}); see what the others say',
+              file=sys.stderr, flush=True)
         os._exit(1)  # an ordinary exit would wait for the others, who are gone
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)

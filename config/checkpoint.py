@@ -45,13 +45,16 @@ def load_checkpoint(path, expected_method=None):
     except Exception as e:  # a garbled pickle raises nearly anything
         raise UserError(f'{path} is no checkpoint, is damaged, or holds more than tensors and plain values '
                         f'({type(e).__name__}: {first_line(e)})') from e
-    if not isinstance(checkpoint, dict) or 'version' not in checkpoint:
+    if not isinstance(checkpoint, dict) or type(checkpoint.get('version')) is not int:
         raise UserError(f'{path} is not a checkpoint of this project')
     if checkpoint['version'] != VERSION:
         raise UserError(f'{path} has layout {checkpoint["version"]!r}, this code reads layout {VERSION}')
-    for name, kind in dict(method=str, model_config=dict, model=dict, meta=dict, step=int, settings=dict).items():
+    parts = dict(method=str, model_config=dict, model=dict, meta=dict, step=int, settings=dict, best_val_loss=float)
+    for name, kind in parts.items():
         if not isinstance(checkpoint.get(name), kind):
             raise UserError(f'{path} lacks {name}: it is no checkpoint of this project or is damaged')
+    if checkpoint['step'] < 0 or not all(isinstance(weight, torch.Tensor) for weight in checkpoint['model'].values()):
+        raise UserError(f'{path} is damaged: step = {checkpoint["step"]}, or a weight is no tensor')
     if expected_method and checkpoint['method'] != expected_method:
         raise UserError(f'{path} is a {checkpoint["method"]} model, not {expected_method}')
     if not isinstance(checkpoint['meta'].get('tokenizer'), dict):
@@ -67,8 +70,9 @@ def merge_resumed(settings, model_settings, given, checkpoint):
 
     Returns (settings, the harmless changes as text).
     """
-    if not {'optimizer', 'best_val_loss', 'scaler'} <= checkpoint.keys():
-        raise UserError('the checkpoint to resume lacks the optimizer: start from its weights with --init_from=CHECKPOINT')
+    if not {'optimizer', 'scaler', 'stage'} <= checkpoint.keys() or not {'batch_size', 'grad_accum'} <= set(checkpoint['settings']):
+        raise UserError('the checkpoint to resume lacks the optimizer or settings: start from its weights with '
+                        '--init_from=CHECKPOINT')
     saved = {**checkpoint['settings'], **checkpoint['model_config']}
     now = {**settings, **model_settings}
     changed = [name for name in sorted(given) if name in saved and now[name] != saved[name] and name != 'init_from']
@@ -82,6 +86,17 @@ def merge_resumed(settings, model_settings, given, checkpoint):
     return merged, ', '.join(f'{name} = {now[name]!r} (was {saved[name]!r})' for name in changed)
 
 
+def load_optimizer(optimizer, state, path):
+    """Load an optimizer's state after a look at its shapes, which the fused kernels do not check. Raises UserError."""
+    try:
+        optimizer.load_state_dict(state)
+        for p, s in getattr(optimizer, 'optim', optimizer).state.items():  # .optim: this process's share of a sharded one
+            if s and not (s['exp_avg'].shape == s['exp_avg_sq'].shape == p.shape and s['step'].numel() == 1):
+                raise ValueError(f'a moment of shape {tuple(s["exp_avg"].shape)} for a weight of shape {tuple(p.shape)}')
+    except Exception as e:
+        raise UserError(f'{path}: the optimizer does not fit the model ({first_line(e)})') from e
+
+
 def starting_shape(checkpoint, path, given, shared):
     """Model settings of a run that starts from a checkpoint: its own, as far as they are among `shared` names.
 
@@ -89,6 +104,8 @@ def starting_shape(checkpoint, path, given, shared):
     """
     shape = {name: value for name, value in checkpoint['model_config'].items() if name in shared}
     for name in ('n_layer', 'n_head', 'n_embd', 'bias', 'learned_positions', 'rope_base', 'tie_weights'):
+        if name not in shape:
+            raise UserError(f'{path} lacks the setting {name}: it is damaged or of an older version')
         if name in given and given[name] != shape[name]:
             raise UserError(f'{name} = {given[name]!r}: {path} has {shape[name]!r}; leave it out to start from that checkpoint')
     return shape

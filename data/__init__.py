@@ -146,10 +146,12 @@ def read_meta(name):
         kind, size = meta['kind'], Tokenizer(meta['tokenizer']).vocab_size
     except FileNotFoundError:
         raise UserError(f'{path} is missing: run prepare.py in that folder') from None
-    except (ValueError, KeyError, TypeError) as e:
-        if isinstance(e, UserError):
-            raise
+    except UserError:
+        raise
+    except Exception as e:  # damaged JSON may hold anything
         raise UserError(f'{path} is damaged ({type(e).__name__}: {e}): run prepare.py again') from e
+    if not isinstance(meta.get('crc32', {}), dict):
+        raise UserError(f'{path} is damaged (crc32 = {meta["crc32"]!r}): run prepare.py again')
     if 'crc32' in meta and meta['crc32'].get('tokenizer') != zlib.crc32(json.dumps(meta['tokenizer']).encode()):
         raise UserError(f'{path} is damaged (checksum of the tokenizer): run prepare.py again')
     if meta.get('vocab_size') != size:

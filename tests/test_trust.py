@@ -177,6 +177,59 @@ def test_names_of_a_compiled_or_wrapped_model_are_understood(run, tmp_path):
         assert torch.equal(model.wte.weight, whole['model']['wte.weight'])
 
 
+@pytest.mark.parametrize('name, value', [
+    ('version', torch.tensor(1)), ('step', -3), ('best_val_loss', None), ('settings', {}), ('optimizer', {}),
+    ('stage', ['another', 0]), ('model_config', {'n_layer': 3}), ('model_config', {'old_name': 1}),
+    ('model', {'wte.weight': 'no tensor'}), ('meta', {})], ids=str)
+def test_a_checkpoint_with_one_part_damaged_is_refused_on_resume(run, tmp_path, name, value):
+    whole = run(max_iters=2)
+    torch.save({**whole, name: value}, tmp_path / 'run' / 'ckpt.pt')
+    with pytest.raises(UserError) as caught:
+        run(init_from='resume', max_iters=4)
+    assert '\n' not in str(caught.value)
+
+
+def test_an_optimizer_of_another_shape_is_refused(run, tmp_path):
+    """The fused kernel would read and write past its end."""
+    whole = run(max_iters=2)
+    whole['optimizer']['state'][0]['exp_avg'] = torch.zeros(3)
+    torch.save(whole, tmp_path / 'run' / 'ckpt.pt')
+    with pytest.raises(UserError, match='a moment of shape .3,. for a weight'):
+        run(init_from='resume', max_iters=4)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(run, tmp_path):
+    (tmp_path / 'run').mkdir()
+    for name in ('log.jsonl', 'ckpt.pt.tmp'):
+        (tmp_path / 'run' / name).touch()
+    assert run(init_from='auto')['step'] == 4
+
+
+def test_weights_beyond_measure_are_not_called_a_model(run, tmp_path):
+    with pytest.raises(UserError, match='val loss .*diverged'):
+        run(learning_rate=1e30, warmup_iters=0, eval_interval=1, max_iters=2)
+    losses = [e['val_loss'] for e in read_log(tmp_path / 'run') if 'val_loss' in e]
+    assert all(loss is not None for loss in losses)
+
+
+def test_a_best_loss_that_the_checkpoint_does_not_know_is_kept(run, tmp_path, monkeypatch):
+    """Killed right after the evaluation of step 4: best.pt is newer than what ckpt.pt knows."""
+    run(max_iters=4)
+    best = load_checkpoint(str(tmp_path / 'run' / 'best.pt'))
+    stale = load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))
+    save_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'), {**stale, 'best_val_loss': math.inf})
+    resumed = run(max_iters=5, init_from='resume', eval_interval=100)
+    assert resumed['best_val_loss'] <= best['best_val_loss']
+
+
+def test_stages_may_not_be_moved_by_a_resume(run, tmp_path):
+    settings = dict(method='rim', dataset=write_records(tmp_path / 'records'), block_size=48, n_blocks=2, stage2_iters=3)
+    run(max_iters=3, **settings)
+    assert {'stage1.pt', 'stage1_best.pt', 'best.pt'} <= set(os.listdir(tmp_path / 'run'))
+    with pytest.raises(UserError, match='is in stage2 since step 3, and this would move it'):
+        run(max_iters=8, init_from='resume', **settings)
+
+
 def same(a, b):
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
