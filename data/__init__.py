@@ -175,6 +175,8 @@ def read_bin(path, meta, block_size):
         raise UserError(f'{path}: {size // 2} tokens are fewer than block_size + 1 = {block_size + 1}: '
                         'use a smaller block_size or more data')
     tokens = np.memmap(path, dtype='<u2', mode='r')
+    if os.environ.get('RANK', '0') != '0':
+        return tokens  # of several processes the first one reads it all, and ends them all if something is wrong
     vocab_size = meta['vocab_size']
     if int(tokens.max()) >= vocab_size:
         where = int((tokens >= vocab_size).argmax())

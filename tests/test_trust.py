@@ -111,8 +111,33 @@ def test_a_full_disk_keeps_the_old_file(run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match='cannot write .*No space left'):
         save_checkpoint(str(path), {'new': 1})
     assert path.read_bytes() == before
+    assert not os.path.exists(str(path) + '.tmp')  # it would keep the disk full
     with pytest.raises(UserError, match='cannot write'):  # a folder that is not there stands for one that is read-only
         save_checkpoint(str(tmp_path / 'nowhere' / 'ckpt.pt'), {})
+
+
+def test_a_disk_that_fills_up_while_writing(run, tmp_path):
+    """The system itself refuses to write more than 5,000 bytes to a file."""
+    resource = pytest.importorskip('resource')  # not on Windows
+    whole = run(max_iters=2)
+    path = tmp_path / 'run' / 'ckpt.pt'
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(UserError, match='cannot write .*ckpt.pt.* the file of the last save is untouched'):
+            save_checkpoint(str(path), whole)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before and not os.path.exists(str(path) + '.tmp')
+
+
+def test_a_checkpoint_cut_anywhere_is_refused(run, tmp_path):
+    run(max_iters=1)
+    content, path = (tmp_path / 'run' / 'ckpt.pt').read_bytes(), tmp_path / 'cut.pt'
+    for length in {*range(0, len(content), 1 if LONG else 499), *range(len(content) - 150, len(content))}:
+        path.write_bytes(content[:length])
+        with pytest.raises(UserError, match='cut.pt is no checkpoint'):
+            load_checkpoint(str(path))
 
 
 @pytest.mark.parametrize('settings', METHOD_SETTINGS, ids=lambda s: s['method'])
