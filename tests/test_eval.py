@@ -1,4 +1,5 @@
 """eval.py: its numbers against the same ones computed in another way."""
+import importlib.util
 import json
 import math
 
@@ -37,8 +38,8 @@ def test_loss_and_files(numbers, settings, tmp_path, capsys):
     assert got['loss'] == pytest.approx(loss, rel=1e-4) and got['perplexity'] == pytest.approx(math.exp(loss), rel=1e-4)
     assert got['method'] == settings['method'] and got['step'] == 30 and got['rows'] == 8
     assert f'{got["loss"]:.4f}' in capsys.readouterr().out
-    pytest.importorskip('matplotlib')
-    assert (tmp_path / 'run' / 'eval.png').exists() == (settings['method'] == 'cyb')
+    drawn = settings['method'] == 'cyb' and importlib.util.find_spec('matplotlib') is not None
+    assert (tmp_path / 'run' / 'eval.png').exists() == drawn
 
 
 @torch.no_grad()
