@@ -20,7 +20,7 @@ import config
 import data
 from config import UserError
 from config.checkpoint import (VERSION, check_same_tokenizer, first_line, load_checkpoint, load_optimizer, merge_resumed,
-                               save_checkpoint, starting_shape)
+                               read_log, save_checkpoint, starting_shape)
 from config.machine import check_memory, choose_compile, choose_device, choose_dtype, peak_flops
 from cyb import CYB, CYBConfig
 from model import GPT, GPTConfig
@@ -68,18 +68,6 @@ METHODS = {
     'cyb': (CYBConfig, CYB, data.TextBatches),
     'rim': (RiMConfig, RiM, RiMBatches),
 }
-
-
-def read_log(path):
-    """The entries of log.jsonl; a line that a crash left broken is passed over."""
-    entries = []
-    with open(path, encoding='utf-8', errors='replace') as f:
-        for line in f:
-            try:
-                entries.append(json.loads(line))
-            except ValueError:
-                print(f'{path}: passing over a broken line')
-    return [e for e in entries if isinstance(e, dict) and type(e.get('iter')) is int]
 
 
 def registered(checkpoint, path):

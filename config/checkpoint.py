@@ -1,4 +1,5 @@
 """Checkpoints: all that sampling and resuming need, in plain containers and tensors, written whole or not at all."""
+import json
 import os
 import zipfile
 
@@ -63,6 +64,18 @@ def load_checkpoint(path, expected_method=None):
     checkpoint['model'] = {str(name).replace('_orig_mod.', '').removeprefix('module.'): tensor
                            for name, tensor in checkpoint['model'].items()}
     return checkpoint
+
+
+def read_log(path):
+    """The entries of log.jsonl; a line that a crash left broken is passed over."""
+    entries = []
+    with open(path, encoding='utf-8', errors='replace') as f:
+        for line in f:
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                print(f'{path}: passing over a broken line')
+    return [e for e in entries if isinstance(e, dict) and type(e.get('iter')) is int]
 
 
 def merge_resumed(settings, model_settings, given, checkpoint):
