@@ -83,7 +83,8 @@ def merge_resumed(settings, model_settings, given, checkpoint):
 
     Returns (settings, the harmless changes as text).
     """
-    if not {'optimizer', 'scaler', 'stage'} <= checkpoint.keys() or not {'batch_size', 'grad_accum'} <= set(checkpoint['settings']):
+    if not ({'optimizer', 'scaler', 'stage'} <= checkpoint.keys()
+            and {'batch_size', 'grad_accum'} <= checkpoint['settings'].keys()):
         raise UserError('the checkpoint to resume lacks the optimizer or settings: start from its weights with '
                         '--init_from=CHECKPOINT')
     saved = {**checkpoint['settings'], **checkpoint['model_config']}

@@ -81,9 +81,9 @@ def test_accumulation_changes_nothing(run, tmp_path, settings):
 def test_resume_equals_an_uninterrupted_run_bit_for_bit(run, tmp_path, interrupt, capsys, settings):
     settings = dict(dict(dropout=0.2), **settings, max_iters=8, grad_accum=2, eval_interval=3)
     whole = run('whole', **settings)
-    interrupt(4)
+    interrupt(5)  # so that the step to resume at is one of the evaluations
     half = run('parts', **settings)
-    assert half['step'] == 5 and 'stopped by a signal after step 5' in capsys.readouterr().out
+    assert half['step'] == 6 and 'stopped by a signal after step 6' in capsys.readouterr().out
     resumed = run('parts', init_from='resume', **settings)
     assert resumed['step'] == 8
     for name, weight in whole['model'].items():
@@ -154,13 +154,13 @@ def test_learning_rate_warms_up_and_follows_a_cosine(run, tmp_path):
 
 def test_a_step_is_adamw_with_clipped_gradients(run, tmp_path, dataset):
     """Two steps by hand, with the settings as given, against two steps of the loop."""
-    settings = dict(learning_rate=0.01, min_lr=0.01, warmup_iters=0, weight_decay=0.5, beta1=0.8, beta2=0.9, grad_clip=0.05)
+    settings = dict(learning_rate=0.01, min_lr=0.01, warmup_iters=2, weight_decay=0.5, beta1=0.8, beta2=0.9, grad_clip=0.05)
     trained = run(max_iters=2, **settings)['model']
     torch.manual_seed(1337)
     config = GPTConfig(**load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))['model_config'])
     model, state = GPT(config), {}
     source = data.TextBatches(dataset, data.read_meta(dataset), config, 1337, 8)
-    for t in (1, 2):
+    for t, lr in ((1, 0.005), (2, 0.01)):  # warming up
         gradients = torch.autograd.grad(model(*source.train_batch(t - 1, [0, 1, 2, 3]))[1], list(model.parameters()))
         norm = torch.cat([g.flatten() for g in gradients]).norm()
         assert norm > 0.05
@@ -168,8 +168,8 @@ def test_a_step_is_adamw_with_clipped_gradients(run, tmp_path, dataset):
             g = g * 0.05 / norm
             m, v = state.get(p, (0, 0))
             m, v = state[p] = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
-            p.data *= 1 - 0.01 * (0.5 if p.dim() >= 2 else 0)
-            p.data -= 0.01 * (m / (1 - 0.8 ** t)) / ((v / (1 - 0.9 ** t)).sqrt() + 1e-8)
+            p.data *= 1 - lr * (0.5 if p.dim() >= 2 else 0)
+            p.data -= lr * (m / (1 - 0.8 ** t)) / ((v / (1 - 0.9 ** t)).sqrt() + 1e-8)
     for name, p in model.named_parameters():
         assert (trained[name] - p).abs().max() < 1e-5, name
 
