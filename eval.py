@@ -27,6 +27,7 @@ dataset = ''  # the data set whose validation rows are read, empty: the one that
 output = ''  # where to write, without ending; empty: eval.json and eval.png in the checkpoint's folder
 eval_rows = 512  # validation rows
 slow_rows = 32  # of these, how many are read token by token where a measure needs that
+beside = ''  # records: other runs or checkpoints, separated by commas, that answer the same questions in turn
 batch_size = 32  # rows at once
 seed = 1337  # of whatever is drawn
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
@@ -157,7 +158,7 @@ def skipping(model, batches, slow, source):
 
 def answers(model, batches, slow, source):
     """Records: exact-match accuracy on the test split. One prefill of 2K blocks serves for every number of blocks, since
-    no block sees a later one; pass@8 draws eight answers at temperature 1; times are medians over ten questions."""
+    no block sees a later one; pass@8 draws eight answers at temperature 1."""
     asked, c, tokenizer = source.test_records(eval_rows), model.config, source.tokenizer
     longest = max(len(records.encode_question(tokenizer, record.question)) for record in asked)
     blocks = 1
@@ -167,10 +168,8 @@ def answers(model, batches, slow, source):
     right = records.score(model, tokenizer, asked, **how)  # (n, blocks)
     last = right[:, min(c.n_blocks, blocks) - 1]
     drawn = records.score(model, tokenizer, asked, every_block=False, samples=8, temperature=1.0)
-    times = torch.tensor([records.time_answer(model, tokenizer, record.question) for record in asked[:10]]).median(dim=0)
     steps = sorted({len(record.steps) for record in asked})
     numbers = {'questions': len(asked), 'accuracy': last.mean().item(), 'pass@8': drawn.any(1).mean().item(),
-               'ms to the first token': 1e3 * times.values[0].item(), 'ms to the answer': 1e3 * times.values[1].item(),
                'accuracy by steps': [{'steps': n, 'accuracy': last[[len(r.steps) == n for r in asked]].mean().item(),
                                       'questions': sum(len(r.steps) == n for r in asked)} for n in steps]}
     if blocks > 1:
@@ -179,9 +178,46 @@ def answers(model, batches, slow, source):
     return numbers
 
 
+def answer_times(model, batches, slow, source):
+    """Records: how long an answer takes, the medians of ten questions; this model and those named by `beside` answer
+    each question in turn, so that a slow moment of the machine hits all."""
+    models = {checkpoint or out_dir: model}
+    for path in filter(None, beside.split(',')):
+        _, saved, models[path] = open_model(path)
+        if saved['method'] != 'rim' or saved['meta']['tokenizer'] != source.meta['tokenizer']:
+            raise UserError(f'beside: {path} was not trained on records with the tokenizer of {source.dataset!r}')
+    asked, times = source.test_records(min(10, eval_rows)), {path: [] for path in models}
+    for record in [asked[0], *asked]:  # the first question once more, to warm up
+        for path, other in models.items():
+            times[path].append(records.time_answer(other, source.tokenizer, record.question))
+    table = []
+    for path, other in models.items():
+        first, whole = (1e3 * torch.tensor(times[path][1:])).median(dim=0).values.tolist()
+        table.append({'checkpoint': path, 'trained on': other.config.train_on, 'ms to the first token': first,
+                      'ms to the answer': whole})
+    return {'times': table}
+
+
+def block_states(model, batches, slow, source):
+    """Reasoning in Memory: the last block's output at the end of each memory block, for up to 100 questions, in the
+    plane of its two principal components."""
+    if model.config.train_on not in ('rim', 'pause'):
+        return {}
+    questions = [records.encode_question(source.tokenizer, record.question)
+                 for record in source.test_records(min(100, eval_rows))]
+    states = torch.stack([hidden for _, hidden in model.prefill(questions)[2]]).float()  # (K,n,C)
+    K, n, C = states.shape
+    states = states.view(K * n, C) - states.view(K * n, C).mean(dim=0)
+    u, s, _ = torch.linalg.svd(states, full_matrices=False)
+    x, y = ((u * s).T[:2] if min(u.shape) > 1 else states.new_zeros(2, K * n)).tolist()
+    return {'variance in the two components': (s[:2].square().sum() / s.square().sum()).item(),
+            'block states': [{'x': x[i], 'y': y[i], 'block': i // n + 1} for i in range(K * n)]}
+
+
 # a model gets the measures of its class and those of the classes it builds on; a later one may refine a number
 MEASURES = {GPT: [losses], Thoughtbubbles: [prefixes], CYB: [slots, skipping],
-            RiM: [answers]}
+            RiM: [answer_times, answers, block_states]}
+POINTS = ('block states',)  # tables for the picture and the file, too long for the terminal
 
 
 # --- output ---
@@ -200,6 +236,8 @@ def print_numbers(numbers):
         if name not in tables:
             print(f'{name:32s} {shown(value):>12s}')
     for name, table in tables.items():
+        if name in POINTS:
+            continue
         widths = [max(len(column), *(len(shown(row[column])) for row in table)) for column in table[0]]
         print('\n' + name + '\n' + '  '.join(column.rjust(w) for column, w in zip(table[0], widths)))
         for row in table:
@@ -207,7 +245,8 @@ def print_numbers(numbers):
 
 
 def draw(numbers, title, path):
-    """A panel per table: its second column over its first. Returns whether matplotlib is there."""
+    """A panel per table: its second column over its first, the third as colour for POINTS. Returns whether matplotlib
+    is there."""
     try:
         import matplotlib
     except ImportError:
@@ -221,12 +260,24 @@ def draw(numbers, title, path):
     for panel, (name, table) in zip(panels[0], tables.items()):
         x, y = list(table[0])[:2]
         across = [row[x] if isinstance(row[x], float) else str(row[x]) for row in table]
-        panel.plot(across, [row[y] for row in table], 'o-')
+        if name in POINTS:
+            colour = list(table[0])[2]
+            dots = panel.scatter(across, [row[y] for row in table], s=8, c=[row[colour] for row in table])
+            figure.colorbar(dots, label=colour)
+        else:
+            panel.plot(across, [row[y] for row in table], 'o-')
         panel.set(title=name, xlabel=x, ylabel=y)
     figure.suptitle(title)
     figure.savefig(path)
     pyplot.close(figure)
     return True
+
+
+def open_model(path):
+    """(path, checkpoint, its model) from a checkpoint's path or a run's folder."""
+    path = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
+    saved = load_checkpoint(path)
+    return path, saved, build_model(saved, path).to(choose_device(device)[0]).eval()
 
 
 @torch.no_grad()
@@ -238,10 +289,7 @@ def main(argv):
             raise UserError(f'{name} = {settings[name]}: must be at least 1')
     if threads:
         torch.set_num_threads(threads)
-    path = checkpoint or os.path.join(out_dir, 'ckpt.pt')
-    saved = load_checkpoint(path)
-    run_device = choose_device(device)[0]
-    model = build_model(saved, path).to(run_device).eval()
+    path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'))
     name = dataset or saved['settings']['dataset']
     data.ensure_prepared(name)
     meta = data.read_meta(name)
@@ -252,7 +300,7 @@ def main(argv):
     last_step = sum(steps for _, steps, *_ in stages) - 1  # validation rows as in the last stage
 
     def batches(n):
-        return [[t.to(run_device) for t in source.val_batch(list(range(i, min(n, i + batch_size))), last_step)]
+        return [[t.to(model.wte.weight.device) for t in source.val_batch(list(range(i, min(n, i + batch_size))), last_step)]
                 for i in range(0, n, batch_size)]
     torch.manual_seed(seed)
     every, slow = batches(source.n_val), batches(min(source.n_val, slow_rows))

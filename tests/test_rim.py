@@ -53,6 +53,12 @@ def write_records(folder):
     return str(folder)
 
 
+def write_text(folder):
+    folder.mkdir()
+    data.write_text_dataset(str(folder), 'abc\n' * 200, {'kind': 'char', 'chars': sorted('abc\n')}, 'a test')
+    return str(folder)
+
+
 @pytest.fixture
 def dataset(tmp_path):
     return write_records(tmp_path / 'records')
@@ -444,10 +450,52 @@ def test_sampling_and_evaluation(rim_run, dataset, tmp_path, capsys, train_on):
     right = [model.ask(tokenizer, r.question).split('\n')[-1] == r.answer for r in asked]
     assert numbers['questions'] == 10 and numbers['accuracy'] == sum(right) / 10
     assert sum(row['questions'] for row in numbers['accuracy by steps']) == 10
-    assert 0 < numbers['ms to the first token'] <= numbers['ms to the answer']
+    [time] = numbers['times']
+    assert time['trained on'] == train_on and 0 < time['ms to the first token'] <= time['ms to the answer']
+    assert ('block states' in numbers) == (train_on == 'rim')
     if train_on == 'rim':  # K from 1 to 2K; K itself is the model's own
         assert [row['blocks'] for row in numbers['accuracy by blocks']] == [1, 2, 3, 4]
         assert numbers['accuracy by blocks'][1]['accuracy'] == numbers['accuracy'] <= numbers['any block']
+
+
+def test_models_side_by_side(rim_run, run, dataset, tmp_path, monkeypatch):
+    for train_on in ('rim', 'sft', 'coconut'):
+        rim_run(train_on, train_on=train_on, max_iters=6)
+    other = str(tmp_path / 'sft'), str(tmp_path / 'coconut' / 'ckpt.pt')
+    asked = []
+    monkeypatch.setattr(records, 'time_answer', lambda model, tokenizer, question: (
+        asked.append((model.config.train_on, question)), len(asked) * 1e-3, 0.1)[1:])
+    evaluation.main([f'--out_dir={tmp_path}/rim', f'--beside={",".join(other)}', '--eval_rows=3', '--device=cpu'])
+    with open(tmp_path / 'rim' / 'eval.json', encoding='utf-8') as f:
+        table = json.load(f)['times']
+    assert [row['checkpoint'] for row in table] == [str(tmp_path / 'rim'), *other]
+    assert [row['trained on'] for row in table] == ['rim', 'sft', 'coconut']
+    # in turn, after a first question that does not count: 4, 7 and 10 milliseconds of 1, 4, 7, 10
+    questions = [record.question for record in records.read_records(os.path.join(dataset, 'test.jsonl'))[:3]]
+    assert asked == [(on, q) for q in [questions[0], *questions] for on in ('rim', 'sft', 'coconut')]
+    assert [row['ms to the first token'] for row in table] == pytest.approx([7, 8, 9])
+    run('gpt', dataset=write_text(tmp_path / 'text'))
+    with pytest.raises(UserError, match='gpt was not trained on records with the tokenizer of'):
+        evaluation.main([f'--out_dir={tmp_path}/rim', f'--beside={tmp_path}/gpt'])
+    with pytest.raises(UserError, match='nowhere is not there'):
+        evaluation.main([f'--out_dir={tmp_path}/rim', f'--beside={tmp_path}/nowhere'])
+
+
+@torch.no_grad()
+def test_block_states_in_the_plane_of_their_principal_components(dataset, monkeypatch):
+    monkeypatch.setattr(evaluation, 'eval_rows', 100)
+    model, source = tiny(vocab_size=batches(dataset).config.vocab_size).eval(), batches(dataset)
+    got = evaluation.block_states(model, [], [], source)
+    states = []  # of one question at a time
+    for k in range(3):
+        for record in source.test_records(100):
+            states.append(model.prefill([records.encode_question(source.tokenizer, record.question)])[2][k][1][0])
+    states = torch.stack(states) - torch.stack(states).mean(dim=0)
+    values, axes = torch.linalg.eigh(states.T @ states)
+    plane = torch.tensor([[point['x'], point['y']] for point in got['block states']])
+    assert [point['block'] for point in got['block states']] == [1] * 10 + [2] * 10 + [3] * 10
+    assert torch.allclose(plane.abs(), (states @ axes[:, [-1, -2]]).abs().float(), atol=1e-4)
+    assert got['variance in the two components'] == pytest.approx((values[-2:].sum() / values.sum()).item(), rel=1e-4)
 
 
 def test_the_first_batch_as_a_table(rim_run, run, tmp_path, capsys):
@@ -482,11 +530,8 @@ def test_questions_that_do_not_fit_and_bad_numbers_of_blocks():
 def test_wrong_data_sets(run, rim_run, dataset, tmp_path):
     with pytest.raises(UserError, match='holds records, but this method trains on plain text'):
         run()
-    text = tmp_path / 'text'
-    text.mkdir()
-    data.write_text_dataset(str(text), 'abc\n' * 200, {'kind': 'char', 'chars': sorted('abc\n')}, 'a test')
     with pytest.raises(UserError, match='holds text, but this method trains on records'):
-        rim_run(dataset=str(text))
+        rim_run(dataset=write_text(tmp_path / 'text'))
     meta = data.read_meta(dataset)
     del meta['tokenizer']['special'], meta['crc32']
     meta['vocab_size'] -= 4
