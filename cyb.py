@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import UserError
-from model import GPT, GPTConfig, KVCache, causal_mask, check_sampling, sample_token
+from model import GPT, GPTConfig, GREEDY, KVCache, causal_mask, check_sampling, sample_token
 
 CHUNK = 2 ** 22  # logits that the loss holds at once, or a 32nd of all of them if that is more
 
@@ -40,6 +40,8 @@ class CYBConfig(GPTConfig):
         if self.objective not in ('cyb', 'tbys'):
             raise UserError(f'objective = {self.objective!r}: choose cyb or tbys')
         stopping_distribution(self.omega, self.W)
+        if self.objective == 'tbys' and (self.omega != 'last' or self.gamma0 != 1):
+            raise UserError(f'omega = {self.omega}, gamma0 = {self.gamma0}: of no use to objective = tbys')
 
 
 def stopping_distribution(omega, W):
@@ -58,7 +60,7 @@ def stopping_distribution(omega, W):
     if not all(isinstance(w, (int, float)) and 0 <= w <= 1 for w in omega):
         raise UserError(f'omega = {omega}: each must be a number from 0 to 1')
     if abs(sum(omega) - 1) > 1e-6:
-        raise UserError(f'omega = {omega} sums to {sum(omega):.6g}: probabilities must sum to 1')
+        raise UserError(f'omega = {omega} sums to {sum(omega):.9g}: probabilities must sum to 1')
     return [w / sum(omega) for w in omega]
 
 
@@ -69,7 +71,8 @@ def stop_log_probs(gap, omega):
     log d and log(1-d) exact where d is next to 0 or 1. omega: W probabilities.
     """
     log_d, log_answer = F.logsigmoid(-gap), F.logsigmoid(gap)
-    n = max(i + 1 for i, w in enumerate(omega) if w > 0)  # the world lets nobody past slot n
+    tiny = torch.finfo(gap.dtype).tiny
+    n = max(i + 1 for i, w in enumerate(omega) if w > tiny)  # the world lets nobody past slot n
     reached = F.pad(log_d[..., :n - 1].cumsum(dim=-1), (1, 0))  # log prod_{j<i} d_j
     remaining = [math.fsum(omega[i:]) for i in range(n)]  # R_i: the world has not stopped before slot i
     log_remaining, log_omega = (gap.new_tensor(p).log() for p in (remaining, omega))
@@ -124,7 +127,10 @@ class HeadLoss(torch.autograd.Function):
                 z.scatter_add_(1, target, d_target.view(-1, 1))
                 d_z = z.to(dtype)
                 d_y[chunk] = (d_z @ w).view(-1, W, C)
-                d_weight = d_weight.addmm_(d_z.T, y_c) if dtype == d_weight.dtype else d_weight.add_(d_z.T @ y_c)
+                if dtype == d_weight.dtype:
+                    d_weight.addmm_(d_z.T, y_c)
+                else:
+                    d_weight += d_z.T @ y_c
         if with_gradient:
             ctx.save_for_backward(d_y, d_k, d_weight)
         return total
@@ -330,17 +336,24 @@ class CYB(GPT):
         they pause. Leaves the slots that each new token took in self.slots, a list of ints per row.
 
         pace: 'model' pauses with probability d, at temperature 0 where d > threshold; 'first' never pauses, 'all'
-        takes W slots always, as TBYS does, in one forward pass. temperature, top_k and top_p shape the answer alone.
+        takes W slots always, as TBYS does, in one forward pass. top_k and top_p shape the answer alone.
         By default the pauses that a token did not take are fed along with the next token, so that the context is
         that of training and no step is lost; skip_unused_pauses=True leaves them out, those of the prompt as well.
-        Raises UserError for an empty prompt and for sampling settings out of range.
+        Raises UserError for an empty prompt and for sampling settings out of range or without effect.
         """
         check_sampling(prompts, temperature, top_k, top_p)
+        greedy, tbys = temperature < GREEDY, self.config.objective == 'tbys'
         if pace not in ('model', 'first', 'all'):
             raise UserError(f'pace = {pace!r}: choose model, first or all')
         if not 0 <= threshold <= 1:
             raise UserError(f'threshold = {threshold}: must be in [0, 1]')
-        opening = self.config.W if pace == 'all' or self.config.objective == 'tbys' else 1
+        if threshold != 0.5 and not (greedy and pace == 'model'):
+            raise UserError(f'threshold = {threshold}: acts at temperature = 0 and pace = model alone')
+        if pace == 'first' and tbys:
+            raise UserError('pace = first: a TBYS model answers in its last slot alone')
+        if skip_unused_pauses and not self.config.see_pauses:
+            raise UserError('skip_unused_pauses = True: this model (see_pauses = False) leaves them out anyway')
+        opening = self.config.W if pace == 'all' or tbys else 1
         rows = SlotRows(self, prompts, opening, not skip_unused_pauses, use_cache)
         self.slots, left = [[] for _ in prompts], [max_new_tokens] * len(prompts)
 
@@ -348,7 +361,7 @@ class CYB(GPT):
             return sample_token(logits, temperature, top_k, top_p).tolist()
 
         def pauses(d):
-            bound = torch.rand_like(d) if temperature > 0 else threshold
+            bound = threshold if greedy else torch.rand_like(d)
             return ((d > bound) & (pace == 'model')).tolist()
         for step in self.paced(rows, left, choose, pauses):
             for r, answer in enumerate(step):
@@ -367,11 +380,12 @@ class CYB(GPT):
     @torch.no_grad()
     def load_pretrained(self, state):
         """As GPT.load_pretrained. From a model that does not know pauses, this one starts by answering at once."""
-        known = len(state['pauses']) + 1 if 'pauses' in state else self.config.W
+        paused, own = 'pauses' in state, 'dont_know.weight' in state
+        known = len(state['pauses']) + 1 if paused else 1 if own else self.config.W
         if known != self.config.W:
             raise UserError(f'W = {self.config.W}: the checkpoint to start from has W = {known} slots per token')
         wpe = state.get('wpe.weight')
-        if wpe is not None and len(wpe) == self.config.block_size and self.config.see_pauses:
+        if wpe is not None and self.config.see_pauses and not paused and not own:
             # running positions: each slot starts where its token was
             state = {**state, 'wpe.weight': wpe.repeat_interleave(self.config.W, dim=0)}
         new = super().load_pretrained(state)

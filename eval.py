@@ -38,10 +38,15 @@ threads = 0  # CPU threads, 0 = PyTorch's choice
 # source: where the method's batches come from; batches: its validation rows; slow: the first slow_rows of them
 
 def losses(model, batches, slow, source):
-    """The loss the model is trained on, and its perplexity."""
+    """The loss the model is trained on, its perplexity, and for text how often the likeliest token is right."""
     rows = sum(len(batch[0]) for batch in batches)
     loss = sum(model(*batch)[1].item() * len(batch[0]) for batch in batches) / rows
-    return {'rows': rows, 'loss': loss, 'perplexity': math.exp(min(loss, 700))}
+    numbers = {'rows': rows, 'loss': loss, 'perplexity': math.exp(min(loss, 700))}
+    if len(batches[0]) == 2:  # idx, targets; a row at a time, since the predictions of a batch may be large
+        right = [(model(row[None])[0].argmax(dim=-1) == answers).double().mean()
+                 for idx, targets in batches for row, answers in zip(idx, targets)]
+        numbers['accuracy'] = torch.stack(right).mean().item()
+    return numbers
 
 
 def prefixes(model, batches, slow, source):
@@ -133,7 +138,7 @@ def skipping(model, batches, slow, source):
     """Catch Your Breath: the loss of the answers if the model pauses where d > 1/2, with the pauses that were not
     taken in the context, as in training, and without them."""
     numbers = {}
-    if model.config.objective != 'cyb':
+    if model.config.objective != 'cyb' or not model.config.see_pauses:
         return numbers
     for skip in (False, True):
         nll, taken = [], []
@@ -236,7 +241,7 @@ def print_numbers(numbers):
         if name not in tables:
             print(f'{name:32s} {shown(value):>12s}')
     for name, table in tables.items():
-        if name in POINTS:
+        if name in POINTS or not table:
             continue
         widths = [max(len(column), *(len(shown(row[column])) for row in table)) for column in table[0]]
         print('\n' + name + '\n' + '  '.join(column.rjust(w) for column, w in zip(table[0], widths)))
@@ -253,13 +258,13 @@ def draw(numbers, title, path):
         return False
     matplotlib.use('Agg')
     from matplotlib import pyplot
-    tables = {name: value for name, value in numbers.items() if isinstance(value, list)}
+    tables = {name: value for name, value in numbers.items() if isinstance(value, list) and value}
     if not tables:
         return False
     figure, panels = pyplot.subplots(1, len(tables), figsize=(5 * len(tables), 4), squeeze=False, layout='constrained')
     for panel, (name, table) in zip(panels[0], tables.items()):
         x, y = list(table[0])[:2]
-        across = [row[x] if isinstance(row[x], float) else str(row[x]) for row in table]
+        across = [row[x] if isinstance(row[x], float) else str(row[x]).replace('$', r'\$') for row in table]
         if name in POINTS:
             colour = list(table[0])[2]
             dots = panel.scatter(across, [row[y] for row in table], s=8, c=[row[colour] for row in table])

@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from config import UserError
 
 
+GREEDY = 1e-6  # below this temperature the likeliest token is taken: dividing by it might overflow
+
+
 @dataclass
 class GPTConfig:
     block_size: int = 64  # tokens of context
@@ -359,7 +362,7 @@ def left_pad(rows, device):
 
 def sample_token(logits, temperature, top_k=0, top_p=1.0):
     """One token per row of logits (B,V) -> (B,)."""
-    if temperature < 1e-6:  # 0, or so cold that dividing by it would overflow
+    if temperature < GREEDY:
         return logits.argmax(dim=-1)
     logits = logits / temperature
     if top_k:

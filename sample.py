@@ -12,7 +12,6 @@ from config import UserError
 from config.checkpoint import load_checkpoint
 from config.machine import choose_device
 from data import Tokenizer
-from model import check_sampling
 from train import METHODS, build_model
 
 out_dir = 'out/tb_small'  # the run whose checkpoint is read
@@ -27,7 +26,7 @@ top_p = 1.0  # draw from the likeliest tokens that together have this probabilit
 stop = ''  # end a continuation at this token's text
 seed = 1337  # of the draws
 pace = 'model'  # Catch Your Breath: a token pauses as the model wants (model), never (first) or always (all)
-threshold = 0.5  # Catch Your Breath at temperature 0: pause where P(don't know) is above
+threshold = 0.5  # Catch Your Breath at temperature 0: pause where P(don't know) is above; otherwise pauses are drawn
 skip_unused_pauses = False  # Catch Your Breath: leave pauses that no token took out of the context
 show = False  # colour tokens by the streams or slots that the model spent on them
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
@@ -92,12 +91,9 @@ def main(argv):
     sampling = {name: settings[name] for name in model.sampling}
     sampling['stop_token'] = stop_ids[0] if stop_ids else None
     prompts, new = [ids] * num_samples, [[] for _ in range(num_samples)]
-    check_sampling(prompts, temperature, top_k, top_p)  # before anything is printed
     if show and not model.effort_unit:
         raise UserError('show = True: this model spends the same on every token, there is nothing to show')
     live = num_samples == 1 and not show  # a single text is written out while it is made
-    if live:
-        print(text, end='', flush=True)
     written = ''
     torch.manual_seed(seed)
     for step in model.stream(prompts, max_new_tokens, **sampling):
@@ -105,7 +101,7 @@ def main(argv):
             if token is not None:
                 row.append(token)
         if live:
-            so_far = tokenizer.decode(new[0])
+            so_far = text + tokenizer.decode(new[0])
             if not so_far.endswith('\ufffd'):  # a character whose bytes are not complete yet
                 print(so_far[len(written):], end='', flush=True)
                 written = so_far

@@ -20,7 +20,7 @@ class UserError(ValueError):
 
 
 # name = value  # comment, or name: type = value  # comment
-SETTING = re.compile(r'^ *([a-z]\w*)(?:: [^=]+?)? = (.+?) +# (.+)$', re.MULTILINE)
+SETTING = re.compile(r'^ *([a-z]\w*|[A-Z])(?:: [^=]+?)? = (.+?) +# (.+)$', re.MULTILINE)
 TYPE_NAMES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
               tuple: 'numbers separated by commas'}
 BOOLS = {'true': True, '1': True, 'false': False, '0': False}

@@ -29,13 +29,14 @@ def numbers(run, dataset, tmp_path):
 
 
 @pytest.mark.parametrize('settings', [dict(method='gpt'), dict(method='thoughtbubbles'), dict(method='cyb', gamma0=0.5),
-                                      dict(method='cyb', objective='tbys', W=3)])
+                                      dict(method='cyb', objective='tbys', W=3), dict(method='cyb', W=1)])
 @torch.no_grad()
 def test_loss_and_files(numbers, settings, tmp_path, capsys):
     got, model, idx, targets = numbers(**settings)
     predictions = model(idx)[0].log_softmax(dim=-1)  # gamma0 is no part of them
     loss = -predictions.gather(2, targets[..., None]).mean().item()
     assert got['loss'] == pytest.approx(loss, rel=1e-4) and got['perplexity'] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert got['accuracy'] == pytest.approx((predictions.argmax(dim=2) == targets).double().mean().item())
     assert got['method'] == settings['method'] and got['step'] == 30 and got['rows'] == 8
     assert f'{got["loss"]:.4f}' in capsys.readouterr().out
     drawn = settings['method'] == 'cyb' and importlib.util.find_spec('matplotlib') is not None
@@ -53,7 +54,8 @@ def test_prefixes_are_scored_one_by_one(numbers):
 
 
 @torch.no_grad()
-def test_slots(numbers):
+def test_slots(numbers, monkeypatch):
+    monkeypatch.setattr(evaluation, 'CHUNK', 200)  # several chunks
     got, model, idx, targets = numbers(method='cyb', W=3, omega='uniform')
     x = model.encode_slots(idx)
     z, k = model.logits(x).double(), model.dont_know_logit(model.ln_f(x)).double()
@@ -68,17 +70,31 @@ def test_slots(numbers):
         assert row['accuracy if forced'] == pytest.approx(right[:, i].mean().item())
         assert row['stops here'] == pytest.approx(stops[:, i].mean().item(), rel=1e-5)
         assert row["P(don't know)"] == pytest.approx(d[:, i].mean().item(), rel=1e-5)
+        if i < 2:
+            gain = t[:, i + 1] - t[:, i]
+            assert row['gain of the next'] == pytest.approx(gain.mean().item(), rel=1e-4)
+            assert row['r(d, gain)'] == pytest.approx(torch.corrcoef(torch.stack((d[:, i], gain)))[0, 1].item(), rel=1e-3)
+            assert 0 <= row['p'] <= 1
     assert got['loss at its own pace'] == pytest.approx(-(stops * t).sum(1).log().mean().item(), rel=1e-5)
+    assert got['perplexity at its own pace'] == pytest.approx(math.exp(got['loss at its own pace']), rel=1e-5)
     assert got['accuracy at its own pace'] == pytest.approx((stops * right).sum(1).mean().item(), rel=1e-5)
     assert got['slots per token'] == pytest.approx((stops @ torch.arange(1.0, 4).double()).mean().item(), rel=1e-5)
     gain = t[:, 1:] - t[:, :-1]
     r = torch.corrcoef(torch.stack((d[:, :-1].flatten(), gain.flatten())))[0, 1].item()
     assert got['r(d, gain)'] == pytest.approx(r, rel=1e-4)
-    assert sum(b['slots'] for b in got['calibration']) == gain.numel()
-    mean = sum(b['gain of the next'] * b['slots'] for b in got['calibration']) / gain.numel()
-    assert mean == pytest.approx(gain.mean().item(), rel=1e-4)
+    want = [(int(10 * x), x, g) for x, g in zip(d[:, :-1].flatten().tolist(), gain.flatten().tolist())]
+    for b, row in zip(sorted({b for b, _, _ in want}), got['calibration'], strict=True):
+        x, g = (torch.tensor(v, dtype=torch.double) for v in zip(*[(x, g) for at, x, g in want if at == b]))
+        assert row['slots'] == len(g) and row["P(don't know)"] == pytest.approx(x.mean().item(), rel=1e-4)
+        assert row['gain of the next'] == pytest.approx(g.mean().item(), rel=1e-3)
+        assert row['standard error'] == pytest.approx(g.std(correction=0).item() / len(g) ** 0.5, rel=1e-3)
+    assert len(got['calibration']) > 1
     taken = [row['slots taken'] for row in got['tokens that pause longest and shortest']]
     assert taken == sorted(taken, reverse=True) and taken[0] > taken[-1]
+    mean = {int(v): (stops @ torch.arange(1.0, 4).double())[idx.flatten() == v].mean().item() for v in idx.unique()
+            if (idx == v).sum() >= 10}
+    assert taken[0] == pytest.approx(max(mean.values()), rel=1e-4)
+    assert taken[-1] == pytest.approx(min(mean.values()), rel=1e-4)
     space = next(row for row in got['tokens that pause longest and shortest'] if row['token'] == "' '")
     here = idx.flatten() == 1  # characters are sorted: newline, space, ...
     assert space['seen'] == here.sum()
