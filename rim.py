@@ -36,7 +36,7 @@ class RiMConfig(GPTConfig):
     stage2_learning_rate: float = 3e-4  # rim: peak in stage 2, lower than in stage 1
     stage2_dropout: float = 0.1  # rim: dropout in stage 2, more than in stage 1
     max_steps: int = 16  # training records with more steps are left out and counted
-    train_question: bool = False  # train the question's tokens as well, with the weight of one read-out
+    train_question: bool = False  # train the question's tokens as well, with weight 1
     coconut_stages: int = 6  # coconut: stage j has thoughts in place of the first j steps, the last one in place of all
     thoughts_per_stage: int = 1  # coconut: thoughts that each stage adds
     lora_rank: int = 0  # above 0: train only adapters of this rank and the embeddings of the special tokens
@@ -66,15 +66,15 @@ Row = namedtuple('Row', 'tokens kind block positions targets weights')  # lists 
 def build_row(question, readouts, weights, n_mem, special, question_weight=0.0):
     """One training row: question, block 1, read-out 1, block 2, read-out 2, ...
 
-    question, readouts: token ids and lists of them. weights: one per read-out, shared out evenly over its tokens and
-    its end token. n_mem: M, or None for no blocks: then the one read-out follows the question, as in plain
-    fine-tuning. special: ids of <b>, <m>, </b>, <end>. question_weight: the same for the question's tokens.
+    question, readouts: token ids and lists of them. weights: one per read-out, for each of its tokens and its end
+    token. n_mem: M, or None for no blocks: then the one read-out follows the question, as in plain fine-tuning.
+    special: ids of <b>, <m>, </b>, <end>. question_weight: for each of the question's tokens.
     A read-out of weight 0 is left out, since no other token sees it.
     """
     begin, mem, close, end = special
     memory = [] if n_mem is None else [begin] + [mem] * n_mem + [close]
     row = Row(list(question), [QUESTION] * len(question), [0] * len(question), list(range(len(question))),
-              question[1:] + [-1], [question_weight / max(1, len(question) - 1)] * (len(question) - 1) + [0.0])
+              question[1:] + [-1], [question_weight] * (len(question) - 1) + [0.0])
     position = len(question)  # read-outs do not count: a block goes on where the last block ended
     for k, (readout, weight) in enumerate(zip(readouts, weights), 1):
         readout = readout if weight else []
@@ -86,9 +86,9 @@ def build_row(question, readouts, weights, n_mem, special, question_weight=0.0):
         row.weights.extend([0.0] * len(memory))
         position += len(memory)
         if readout:  # the token before it, </b>, predicts its first token; its own last token predicts the end
-            row.targets[-1], row.weights[-1] = readout[0], weight / (len(readout) + 1)
+            row.targets[-1], row.weights[-1] = readout[0], weight
             row.targets.extend(readout[1:] + [end])
-            row.weights.extend([weight / (len(readout) + 1)] * len(readout))
+            row.weights.extend([weight] * len(readout))
     return row
 
 

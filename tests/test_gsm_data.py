@@ -42,18 +42,18 @@ def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
     assert splits == prepare('gsm_toy')[0]
     questions = [row[0] for rows in splits.values() for row in rows]
     assert len(questions) == len(set(questions)) and max(map(len, questions)) <= 120
-    assert set(''.join(questions)) | set('\n=+-') <= set(tokenizer['chars'])
+    assert set(''.join(questions)) | set('\n=+') <= set(tokenizer['chars'])
     for question, steps, answer in splits['test']:
-        start, *turns, n_steps = re.findall(r'[+-]?\d', question)
+        start, *turns, n_steps = re.findall(r'\d', question)
         assert len(turns) == 6 and len(steps) == int(n_steps)
         value = int(start)
         for turn, step in zip(turns, steps):
-            result = (value + int(turn)) % 10
-            assert step == f'{value}{turn}={result}'
+            result = (value + int(turn)) % 5
+            assert step == f'{value}+{turn}={result}'
             value = result
         assert answer == str(value)
     assert Counter(len(steps) for _, steps, _ in splits['test']) == dict.fromkeys(range(1, 7), 200)
-    assert len({re.sub(r'[+-]?\d', '', question) for question in questions}) > 100  # templates, names and things
+    assert len({re.sub(r'\d', '', question) for question in questions}) > 100  # templates, names and things
     with pytest.raises(UserError, match='takes no arguments'):
         prepare('gsm_toy', '--x')
 

@@ -93,15 +93,15 @@ def test_layout_positions_and_mask(case):
 
 
 def test_targets_run_from_the_end_of_a_block_to_the_end_token():
-    row = some_row()
+    row = some_row(weights=(1.0, 0.5, 0.2))
     assert row.tokens == [1, 2, 3, 4, 10, 11, 11, 12, 5, 6, 10, 11, 11, 12, 7, 10, 11, 11, 12, 8, 9, 5]
     used = [(i, t, w) for i, (t, w) in enumerate(zip(row.targets, row.weights)) if w]
-    assert used == [(7, 5, 1 / 3), (8, 6, 1 / 3), (9, 13, 1 / 3), (13, 7, 0.5), (14, 13, 0.5),
-                    (18, 8, 0.25), (19, 9, 0.25), (20, 5, 0.25), (21, 13, 0.25)]
+    assert used == [(7, 5, 1.0), (8, 6, 1.0), (9, 13, 1.0), (13, 7, 0.5), (14, 13, 0.5),
+                    (18, 8, 0.2), (19, 9, 0.2), (20, 5, 0.2), (21, 13, 0.2)]
     assert all(t == -1 for t, w in zip(row.targets[4:], row.weights[4:]) if not w)  # behind the question
-    plain = build_row([1, 2], [[5, 6]], [1.0], None, SPECIAL, question_weight=1.0)
+    plain = build_row([1, 2], [[5, 6]], [1.0], None, SPECIAL, question_weight=0.3)
     assert plain.tokens == [1, 2, 5, 6] and plain.targets == [2, 5, 6, 13]
-    assert plain.weights == pytest.approx([1.0, 1 / 3, 1 / 3, 1 / 3])
+    assert plain.weights == [0.3, 1.0, 1.0, 1.0]
 
 
 def test_a_readout_of_weight_zero_is_left_out_and_moves_nothing():
