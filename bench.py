@@ -117,7 +117,7 @@ def answer():
     size, question, times = dict(SMALL, block_size=128), list(range(60)) + [0] * 4, {}
     models = {train_on: build('rim', rows=1, **size, train_on=train_on)[0] for train_on in ('sft', 'rim', 'coconut', 'cot')}
     for model in models.values():
-        model.wte.weight.data[-1] = 0  # <end> is never the likeliest
+        model.eval().wte.weight.data[-1] = 0  # <end> is never the likeliest
     for _ in range(20 * rounds):
         for train_on, model in models.items():
             new = 25 if train_on == 'cot' else 1

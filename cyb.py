@@ -26,6 +26,7 @@ class CYBConfig(GPTConfig):
     objective: str = 'cyb'  # cyb | tbys (baseline: cross-entropy in the last slot, no <don't know>)
     see_pauses: bool = True  # False: later tokens do not see a token's pauses and positions count tokens
 
+    of_the_run = ('omega', 'gamma0', 'd_init', 'objective')
     from_gpt = {'see_pauses': False, 'd_init': 1e-4}  # slot 1 then starts as that GPT, and answers
     row_settings = ('block_size', 'W')
 

@@ -24,9 +24,10 @@ from train import METHODS, build_model
 out_dir = 'out/run'  # the run whose checkpoint is read
 checkpoint = ''  # a checkpoint's path instead, such as out/run/best.pt
 dataset = ''  # the data set whose validation rows are read, empty: the one that the model was trained on
-output = ''  # where to write, without ending; empty: eval.json and eval.png in the checkpoint's folder
-eval_rows = 512  # validation rows
+output = ''  # where to write, without ending; empty: eval beside ckpt.pt, stage1_eval beside stage1.pt
+eval_rows = 512  # validation rows; records: as many test questions
 slow_rows = 32  # of these, how many are read token by token where a measure needs that
+n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 beside = ''  # records: other runs or checkpoints, separated by commas, that answer the same questions in turn
 batch_size = 32  # rows at once
 seed = 1337  # of whatever is drawn
@@ -38,11 +39,12 @@ threads = 0  # CPU threads, 0 = PyTorch's choice
 # source: where the method's batches come from; batches: its validation rows; slow: the first slow_rows of them
 
 def losses(model, batches, slow, source):
-    """The loss the model is trained on, its perplexity, and for text how often the likeliest token is right."""
+    """The loss the model is trained on; for text its perplexity and how often the likeliest token is right."""
     rows = sum(len(batch[0]) for batch in batches)
     loss = sum(model(*batch)[1].item() * len(batch[0]) for batch in batches) / rows
-    numbers = {'rows': rows, 'loss': loss, 'perplexity': math.exp(min(loss, 700))}
+    numbers = {'rows': rows, 'loss': loss}
     if len(batches[0]) == 2:  # idx, targets; a row at a time, since the predictions of a batch may be large
+        numbers['perplexity'] = math.exp(min(loss, 700))
         right = [(model(row[None])[0].argmax(dim=-1) == answers).double().mean()
                  for idx, targets in batches for row, answers in zip(idx, targets)]
         numbers['accuracy'] = torch.stack(right).mean().item()
@@ -168,17 +170,18 @@ def answers(model, batches, slow, source):
     longest = max(len(records.encode_question(tokenizer, record.question)) for record in asked)
     blocks = 1
     if c.train_on in ('rim', 'pause'):
-        blocks = max(c.n_blocks, min(2 * c.n_blocks, (c.block_size - longest - 8) // (c.n_mem + 2)))
-    how = {'n_blocks': blocks} if blocks > 1 else {}
-    right = records.score(model, tokenizer, asked, **how)  # (n, blocks)
+        blocks = max(c.n_blocks, min(2 * c.n_blocks, (c.block_size - longest - 8) // ((n_mem or c.n_mem) + 2)))
+    right = records.score(model, tokenizer, asked, n_blocks=blocks if blocks > 1 else 0, n_mem=n_mem)  # (n, blocks)
     last = right[:, min(c.n_blocks, blocks) - 1]
-    drawn = records.score(model, tokenizer, asked, every_block=False, samples=8, temperature=1.0)
+    drawn = records.score(model, tokenizer, asked, every_block=False, samples=8, temperature=1.0, n_mem=n_mem)
     steps = sorted({len(record.steps) for record in asked})
     numbers = {'questions': len(asked), 'accuracy': last.mean().item(), 'pass@8': drawn.any(1).mean().item(),
                'accuracy by steps': [{'steps': n, 'accuracy': last[[len(r.steps) == n for r in asked]].mean().item(),
                                       'questions': sum(len(r.steps) == n for r in asked)} for n in steps]}
     if blocks > 1:
         numbers['any block'] = right[:, :c.n_blocks].any(1).mean().item()
+        own = [row[min(max(1, len(record.steps)), blocks) - 1] for row, record in zip(right, asked)]
+        numbers['block of the last step'] = sum(own) / len(own)  # where stage 1 has the answer
         numbers['accuracy by blocks'] = [{'blocks': k + 1, 'accuracy': right[:, k].mean().item()} for k in range(blocks)]
     return numbers
 
@@ -258,7 +261,8 @@ def draw(numbers, title, path):
         return False
     matplotlib.use('Agg')
     from matplotlib import pyplot
-    tables = {name: value for name, value in numbers.items() if isinstance(value, list) and value}
+    tables = {name: value for name, value in numbers.items()
+              if isinstance(value, list) and value and not isinstance(list(value[0].values())[1], str)}
     if not tables:
         return False
     figure, panels = pyplot.subplots(1, len(tables), figsize=(5 * len(tables), 4), squeeze=False, layout='constrained')
@@ -321,7 +325,8 @@ def main(argv):
     title = f'{saved["method"]}, {path} at step {saved["step"]}, {name}'
     print(title)
     print_numbers(numbers)
-    target = output or os.path.join(os.path.dirname(path), 'eval')
+    stem = os.path.splitext(path)[0]
+    target = output or (os.path.join(os.path.dirname(path), 'eval') if os.path.basename(stem) == 'ckpt' else stem + '_eval')
     about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
              'model_config': saved['model_config']}
     data.write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))

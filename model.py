@@ -30,6 +30,7 @@ class GPTConfig:
     rope_base: float = 10000.0  # longest rotary wavelength / 2 pi
     tie_weights: bool = True  # input embedding and output head share one matrix
 
+    of_the_run = ()  # settings that a run does not take over from the checkpoint it starts from
     from_gpt = {}  # no settings: the defaults that differ when training starts from a plain GPT's checkpoint
     row_settings = ('block_size',)  # what the length of a row is the product of
 

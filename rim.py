@@ -18,10 +18,11 @@ import torch.nn.functional as F
 
 from config import UserError
 from data import records
-from model import GPT, GPTConfig, KVCache, left_pad, sample_token
+from model import GPT, GPTConfig, KVCache, check_sampling, left_pad, sample_token
 
 TRAIN_ON = ('rim', 'pause', 'sft', 'cot', 'coconut')
 LORA_SCALE = 2.0  # alpha / rank
+TOKEN_ROWS = ('wte.weight', 'lm_head.weight')  # one row per token of the vocabulary; mostly one and the same tensor
 
 
 @dataclass
@@ -40,6 +41,9 @@ class RiMConfig(GPTConfig):
     coconut_stages: int = 6  # coconut: stage j has thoughts in place of the first j steps, the last one in place of all
     thoughts_per_stage: int = 1  # coconut: thoughts that each stage adds
     lora_rank: int = 0  # above 0: train only adapters of this rank and the embeddings of the special tokens
+
+    of_the_run = ('train_on', 'anneal', 'epochs', 'stage2_iters', 'stage2_epochs', 'stage2_learning_rate',
+                  'stage2_dropout', 'max_steps', 'train_question')
 
     def __post_init__(self):
         super().__post_init__()
@@ -130,7 +134,8 @@ class LoRALinear(nn.Linear):
         self.merged = None
 
     def train(self, mode=True):
-        self.merged = None if mode else (self.weight + LORA_SCALE * self.lora_b @ self.lora_a).detach()
+        if mode or self.merged is None:
+            self.merged = None if mode else (self.weight + LORA_SCALE * self.lora_b @ self.lora_a).detach()
         return super().train(mode)
 
     def forward(self, x):
@@ -150,6 +155,8 @@ class GrowingCache(KVCache):
 
 
 class RiM(GPT):
+    sampling = ('temperature', 'top_k', 'top_p', 'n_blocks', 'n_mem')
+
     def __init__(self, config):
         super().__init__(config)
         V = config.vocab_size
@@ -161,16 +168,18 @@ class RiM(GPT):
                 for name, linear in list(part.named_children()):
                     if isinstance(linear, nn.Linear):
                         setattr(part, name, LoRALinear(linear, config.lora_rank))
-            for name, p in self.named_parameters():
-                p.requires_grad = 'lora_' in name or name == 'wte.weight'
             is_new = (torch.arange(V) >= self.special[0]).float()[:, None]
-            self.wte.weight.register_hook(lambda grad: grad * is_new.to(grad))
+            for name, p in self.named_parameters():
+                p.requires_grad = 'lora_' in name or name in TOKEN_ROWS
+                if name in TOKEN_ROWS:
+                    p.register_hook(lambda grad: grad * is_new.to(grad))
 
     def param_groups(self, weight_decay):
         groups = super().param_groups(weight_decay)
         if self.config.lora_rank:  # decay would move the embeddings that are not trained
-            groups[0]['params'] = [p for p in groups[0]['params'] if p is not self.wte.weight]
-            groups[1]['params'].append(self.wte.weight)
+            frozen = [p for name, p in self.named_parameters() if name in TOKEN_ROWS]
+            groups[0]['params'] = [p for p in groups[0]['params'] if not any(p is f for f in frozen)]
+            groups[1]['params'] += frozen
         return groups
 
     def forward(self, idx, targets=None, weights=None, positions=None, readout=None):
@@ -213,17 +222,19 @@ class RiM(GPT):
 
     # --- inference ---
 
-    def prefill(self, questions, n_blocks=None, n_mem=None):
+    def prefill(self, questions, n_blocks=0, n_mem=0):
         """Questions (token lists) and the memory blocks after them in one pass (Coconut: one more per thought).
 
-        n_blocks, n_mem: K and M, by default as trained. Returns (cache, pad, points): points has for each block the
+        n_blocks, n_mem: K and M, 0 as trained. Returns (cache, pad, points): points has for each block the
         cache's length at its end and the hidden states there (B,C), from which an answer can be read; without blocks
         it is one point, the question's end. Raises UserError if question and blocks do not fit into block_size.
         """
         c = self.config
-        K, M = c.n_blocks if n_blocks is None else n_blocks, c.n_mem if n_mem is None else n_mem
+        if (n_blocks or n_mem) and c.train_on not in ('rim', 'pause'):
+            raise UserError(f'n_blocks = {n_blocks}, n_mem = {n_mem}: a {c.train_on} model has no memory blocks')
+        K, M = n_blocks or c.n_blocks, n_mem or c.n_mem
         if K < 1 or M < 1:
-            raise UserError(f'{K} memory blocks of {M} memory tokens: there must be at least 1 of each')
+            raise UserError(f'n_blocks = {K}, n_mem = {M}: there must be at least 1 of each')
         if c.train_on == 'coconut':
             K, M = 1, c.coconut_stages * c.thoughts_per_stage
         begin, mem, close, _ = self.special
@@ -233,7 +244,8 @@ class RiM(GPT):
             raise UserError(f'a question of {longest} tokens' + (f' with {len(memory)} memory tokens' if memory else '')
                             + f' leaves no room for an answer in block_size = {c.block_size}')
         idx, pad = left_pad([list(q) + memory for q in questions], self.wte.weight.device)
-        cache = self.new_cache()
+        # room for the tokens of a row and the padding before it, so that an answer is as long beside others as alone
+        cache = [KVCache(c.block_size + longest - min(map(len, questions))) for _ in self.blocks]
         if c.train_on == 'coconut':
             lead = 0 if pad is None else pad.sum(1, keepdim=True)
             positions = (torch.arange(idx.size(1), device=idx.device) - lead).clamp(min=0)
@@ -256,10 +268,13 @@ class RiM(GPT):
         pad = None if pad is None else pad[:, :end]
         rows, total = [[] for _ in hidden], hidden.new_zeros(len(hidden))
         live, logits = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device), self.logits(hidden)
-        for i in range(min(max_new_tokens, self.config.block_size - end)):
+        position = torch.full_like(live, end, dtype=torch.long) if pad is None else (~pad).sum(dim=1)  # (B,), the next
+        last = self.config.block_size - 1
+        for i in range(max_new_tokens):
             if i:
                 pad = None if pad is None else F.pad(pad, (0, 1))
-                logits = self.next_logits(token[:, None], pad, cache)
+                at = (position + i - 1).clamp(max=last)[:, None]  # rows that have ended are fed on, their output unused
+                logits = self.logits(self.encode(token[:, None], at, pad=pad, cache=cache)[:, -1])
             token = sample_token(logits, temperature, top_k, top_p)
             if on_token:
                 on_token(token)
@@ -268,14 +283,16 @@ class RiM(GPT):
             for row, t, goes_on in zip(rows, token.tolist(), live.tolist()):
                 if goes_on:
                     row.append(t)
+            live = live & (position + i < last)
             if not live.any():
                 break
         return rows, total
 
     @torch.no_grad()
-    def answers(self, questions, n_blocks=None, n_mem=None, every_block=False, samples=1, **sampling):
+    def answers(self, questions, n_blocks=0, n_mem=0, every_block=False, samples=1, **sampling):
         """Read-outs of a batch of questions (token lists): a list with one entry per block read, the last block alone
         unless every_block, of a list per sample of what `read` returns. One prefill serves all of them."""
+        check_sampling(questions, sampling.get('temperature', 0.0), sampling.get('top_k', 0), sampling.get('top_p', 1.0))
         was_training = self.training
         self.eval()
         try:
@@ -292,7 +309,8 @@ class RiM(GPT):
         read = self.answers([records.encode_question(tokenizer, question)], every_block=show, **sampling)
         if not show:
             return tokenizer.decode(read[-1][0][0][0])
-        return '\n'.join(f'block {k}: {tokenizer.decode(rows[0])}  (probability {log_p[0].exp().item():.3f})'
+        place = 'block' if self.config.train_on in ('rim', 'pause') else 'answer'
+        return '\n'.join(f'{place} {k}: {tokenizer.decode(rows[0])}  (probability {log_p[0].exp().item():.3f})'
                          for k, [(rows, log_p)] in enumerate(read, 1))
 
 
@@ -311,12 +329,21 @@ class RiMBatches(records.RecordBatches):
             return len(question) + len(answer)
         return len(question) + max(len(steps), c.n_blocks) * (c.n_mem + 2) + max(map(len, [*steps, answer]))
 
+    def tokens(self, question, steps, answer):
+        """Tokens of a record's row as training begins: rows of about as many go together."""
+        c = self.config
+        if c.train_on == 'rim':
+            return len(question) + len(steps) * (c.n_mem + 2) + sum(map(len, steps[1:])) + len(answer)
+        if c.train_on == 'pause':
+            return len(question) + c.n_blocks * (c.n_mem + 2 + len(answer))
+        return self.length(question, steps, answer)
+
     def stages(self, max_iters, learning_rate):
         """The run's stages as (name, steps, peak learning rate, dropout)."""
         c = self.config
-        steps = round(c.epochs * self.epoch_steps) or max_iters
+        steps = max(1, round(c.epochs * self.epoch_steps)) if c.epochs else max_iters
         if c.train_on == 'rim':
-            second = round(c.stage2_epochs * self.epoch_steps) or c.stage2_iters
+            second = max(1, round(c.stage2_epochs * self.epoch_steps)) if c.stage2_epochs else c.stage2_iters
             stages = [('stage1', steps, learning_rate, c.dropout),
                       ('stage2', second, c.stage2_learning_rate, c.stage2_dropout)]
         elif c.train_on == 'coconut':
@@ -328,7 +355,7 @@ class RiMBatches(records.RecordBatches):
         return stages
 
     def row(self, question, steps, answer, step, validating=False):
-        """The row of an encoded record at a step of the run. For validation the last read-out alone counts, so that
+        """The row of an encoded record at a step of the run. For validation the last read-out alone counts: with blocks
         the loss is that of the answer in every stage."""
         c, stage = self.config, 0
         while stage + 1 < len(self.stage_list) and step >= self.stage_list[stage][1]:

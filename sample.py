@@ -28,6 +28,8 @@ seed = 1337  # of the draws
 pace = 'model'  # Catch Your Breath: a token pauses as the model wants (model), never (first) or always (all)
 threshold = 0.5  # Catch Your Breath at temperature 0: pause where P(don't know) is above; otherwise pauses are drawn
 skip_unused_pauses = False  # Catch Your Breath: leave pauses that no token took out of the context
+n_blocks = 0  # Reasoning in Memory: memory blocks after the question, 0 = as trained
+n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 show = False  # colour tokens by the streams or slots that the model spent on them
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 
@@ -73,22 +75,25 @@ def main(argv):
                 text = f.read()
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f'prompt_file = {prompt_file!r} cannot be read: {e}') from e
+    for name in set().union(*(model_class.sampling for _, model_class, _ in METHODS.values())) - set(model.sampling):
+        if name in given:
+            raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model and has no such setting')
+    sampling = {name: settings[name] for name in model.sampling}
     if saved['meta']['kind'] == 'records':  # a model that was trained to answer is asked
+        if 'stop' in given:
+            raise UserError(f'stop = {stop!r}: a model trained on records ends its answer itself')
         if not text.strip():
             raise UserError('prompt is empty: ask a question, such as --prompt="..."')
         torch.manual_seed(seed)
-        for _ in range(num_samples):  # without another wish, the likeliest answer
-            print(model.ask(tokenizer, text.strip(), show=show, max_new_tokens=max_new_tokens, top_k=top_k, top_p=top_p,
-                            temperature=temperature if 'temperature' in given else 0.0))
+        if not {'temperature', 'top_k', 'top_p'} & set(given):
+            sampling['temperature'] = 0.0  # without another wish, the likeliest answer
+        for _ in range(num_samples):
+            print(model.ask(tokenizer, text.strip(), show=show, max_new_tokens=max_new_tokens, **sampling))
         return
     ids = tokenizer.encode(text)
     stop_ids = tokenizer.encode(stop)
     if len(stop_ids) > 1:
         raise UserError(f'stop = {stop!r} is {len(stop_ids)} tokens: give the text of a single token')
-    for name in set().union(*(model_class.sampling for _, model_class, _ in METHODS.values())) - set(model.sampling):
-        if name in given:
-            raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model and has no such setting')
-    sampling = {name: settings[name] for name in model.sampling}
     sampling['stop_token'] = stop_ids[0] if stop_ids else None
     prompts, new = [ids] * num_samples, [[] for _ in range(num_samples)]
     if show and not model.effort_unit:

@@ -112,13 +112,14 @@ def stage_at(stages, step):
 
 
 def make_start(path, start_config):
-    """Run start_config, which writes the checkpoint `path`, unless that is there and finished already."""
+    """Run start_config, which writes the checkpoint `path`, unless that is there and, as a run's last, finished."""
     def finished():
         checkpoint = load_checkpoint(path)
         return checkpoint['step'] >= checkpoint.get('total_iters', 0)
-    if os.path.exists(path) and finished():
+    if os.path.exists(path) and (os.path.basename(path) != 'ckpt.pt' or finished()):
         return
-    print(f'init_from = {path!r} is not there yet: training it with {start_config}', flush=True)
+    state = 'not finished' if os.path.exists(path) else 'not there'
+    print(f'init_from = {path!r} is {state} yet: training it with {start_config}', flush=True)
     env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
     same = [f'--{name}={globals()[name]}' for name in ('device', 'dtype', 'compile', 'threads')]
     command = [sys.executable, os.path.abspath(__file__), start_config, '--init_from=auto', *same]
@@ -168,9 +169,9 @@ def main(argv):
             import wandb
         except ImportError:
             raise UserError('wandb_project is set, but wandb is not installed: pip install wandb') from None
-    if init_from in ('scratch', 'auto') and not resume:
-        config_class(**model_settings)  # says what is wrong with it before any data is prepared
-        if eval_only:
+    if (init_from in ('scratch', 'auto') or start_config) and not resume:
+        config_class(**model_settings)  # says what is wrong with it before any data is prepared or a start is trained
+        if eval_only and init_from in ('scratch', 'auto'):
             print(f'init_from = {init_from!r}: evaluating untrained weights')
 
     # processes: torchrun sets RANK, LOCAL_RANK and WORLD_SIZE
@@ -215,8 +216,8 @@ def main(argv):
     else:
         if init_from not in ('scratch', 'auto'):  # the checkpoint to start from gives the core's shape
             checkpoint = load_checkpoint(init_from)
-            shared = fields(config_class if checkpoint['method'] == method else GPTConfig)
-            shape = starting_shape(checkpoint, init_from, model_settings, {f.name for f in shared})
+            shared = {f.name for f in fields(config_class if checkpoint['method'] == method else GPTConfig)}
+            shape = starting_shape(checkpoint, init_from, model_settings, shared - set(config_class.of_the_run))
             if checkpoint['method'] == 'gpt':
                 shape.update(config_class.from_gpt)
             shape['vocab_size'] = max(shape['vocab_size'], meta['vocab_size'])

@@ -21,15 +21,23 @@ from data import Tokenizer, announce, check_crc32, dataset_folder, write_file
 Record = namedtuple('Record', 'question steps answer where')  # where: file and line, for messages
 SPECIAL = ['<b>', '<m>', '</b>', '<end>']  # a memory block's begin, its memory tokens, its end; the end of a read-out
 SPLITS = ('train', 'val', 'test')
-NUMBER = re.compile(r'[+-]?(\d+(\.\d*)?|\.\d+)')
+NUMBER = re.compile(r'\$?([+-]?)\$?(?=\.?\d)((?:\d{1,3}(?:[ ,]\d{3})+|\d*)(?:\.\d*)?)%?')
 
 
 # --- numbers ---
 
+def plain_number(text):
+    """A number without thousands' commas, $, % and plus: '$1,234.' -> '1234'; None if the text is no number."""
+    match = NUMBER.fullmatch(text.strip().replace('\u2212', '-'))
+    if match:
+        sign, digits = match.groups()
+        return sign.strip('+') + re.sub('[ ,]', '', digits).rstrip('.')
+
+
 def parse_number(text):
     """The Decimal that a text such as '1,234', '-3', '3.0' or '$5' writes, or None if it is no number."""
-    text = re.sub(r'[\s$,%]|\.$', '', text.strip()).replace('\u2212', '-')
-    return Decimal(text) if NUMBER.fullmatch(text) else None
+    number = plain_number(text)
+    return None if number is None else Decimal(number)
 
 
 # --- writing ---
@@ -49,12 +57,6 @@ def read_source(name, folder, url):
                         'folder with --input=DIR') from e
 
 
-def normal_number(text):
-    """A number without thousands' commas, $ and spaces: '$1,234' -> '1234'. Other text is left as it is."""
-    bare = re.sub(r'[\s$,]', '', text)
-    return bare if NUMBER.fullmatch(bare) else text.strip()
-
-
 def marked_steps(text):
     """The calculations marked in a solution as <<48/2=24>>, without spaces, thousands' commas and $ signs."""
     steps = [re.sub(r'[\s$,]', '', step) for step in re.findall(r'<<(.*?)>>', text)]
@@ -66,12 +68,14 @@ def usable_rows(rows, split, left_out):
     need no steps, since only their answers are asked."""
     kept = []
     for question, steps, answer in rows:
-        if parse_number(answer) is None:
+        if not question.strip():
+            left_out[f'{split}: the question is empty'] += 1
+        elif plain_number(answer) is None:
             left_out[f'{split}: the answer is no number'] += 1
         elif not steps and split != 'test':
             left_out[f'{split}: no step is marked'] += 1
         else:
-            kept.append((question.strip(), steps, normal_number(answer)))
+            kept.append((question.strip(), steps, plain_number(answer)))
     return kept
 
 
@@ -118,13 +122,18 @@ def parse_jsonl(text, path):
             entry = json.loads(line)
         except ValueError as e:
             raise UserError(f'{where} is no JSON ({e}): mend or remove that line') from None
-        if not isinstance(entry, dict):
-            raise UserError(f'{where} is {line[:40]!r}, not an object {{"question": ...}}')
-        yield where, entry
+        yield where, check_object(entry, where)
+
+
+def check_object(entry, where):
+    if not isinstance(entry, dict):
+        raise UserError(f'{where} is {str(entry)[:40]!r}, not an object {{"question": ...}}')
+    return entry
 
 
 def check_record(entry, where, need_steps=True):
     """One JSON object as a Record. Raises UserError naming the field that is missing or of the wrong form."""
+    check_object(entry, where)
     for name in ('question', 'answer'):
         if not isinstance(entry.get(name), str) or not entry[name].strip():
             raise UserError(f'{where}: {name} = {entry.get(name)!r}: a record needs a text there')
@@ -186,8 +195,8 @@ def pad_rows(rows, lead, fill):
 class RecordBatches:
     """Batches of records, epoch by epoch, rows of similar length together: a pure function of (seed, step, row).
 
-    A method says with `length`, `row` and `batch` how records become tensors. Raises UserError for a data set that is
-    plain text or whose tokenizer lacks the special tokens, and if no record fits into block_size.
+    A method says with `length`, `tokens`, `row` and `batch` how records become tensors. Raises UserError for a data set that
+    is plain text or whose tokenizer lacks the special tokens, and if no record fits into block_size.
     """
 
     def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
@@ -206,9 +215,10 @@ class RecordBatches:
         self.records, self.encoded, self.order = {}, {}, (None, None)
         for split in ('train', 'val'):
             self.records[split], self.encoded[split] = self._read(dataset, split)
-        self.lengths = np.array([self.length(*encoded) for encoded in self.encoded['train']])
+        self.lengths = np.array([self.tokens(*encoded) for encoded in self.encoded['train']])
         self.row_tokens, self.epoch_steps = self.lengths.mean(), -(-len(self.lengths) // rows_per_step)
         self.n_val = min(eval_rows, len(self.encoded['val']))
+        gold_answers(self.records['val'])  # an answer that cannot be compared is to be known now, not after the run
 
     def _read(self, dataset, split):
         """Records that fit, and the same as (question, steps, answer) in token ids; the others are counted."""
@@ -228,11 +238,15 @@ class RecordBatches:
             raise UserError(f'dataset = {dataset!r}: no {split} record is left; raise block_size or max_steps')
         return zip(*kept)
 
-    def _rows(self, step, rows):
-        epoch, within = divmod(step, self.epoch_steps)
+    def order_of(self, epoch):
+        """Numbers of the records in each of an epoch's batches, (steps, rows_per_step)."""
         if self.order[0] != epoch:
             self.order = epoch, epoch_order(self.lengths, self.rows_per_step, np.random.default_rng((self.seed, epoch)))
-        return [self.row(*self.encoded['train'][i], step) for i in self.order[1][within, rows]]
+        return self.order[1]
+
+    def _rows(self, step, rows):
+        epoch, within = divmod(step, self.epoch_steps)
+        return [self.row(*self.encoded['train'][i], step) for i in self.order_of(epoch)[within, rows]]
 
     def train_batch(self, step, rows):
         """Rows (a list of row numbers within the step's batch) as tensors for the model's forward."""
@@ -258,8 +272,16 @@ class RecordBatches:
         return '\n'.join(lines)
 
     def test_records(self, n):
-        """The first n records of test.jsonl; those without written steps are among them."""
-        return read_records(os.path.join(dataset_folder(self.dataset), 'test.jsonl'), False, self.meta)[:n]
+        """Of the first n records of test.jsonl those that fit into block_size; those without steps are among them."""
+        asked = read_records(os.path.join(dataset_folder(self.dataset), 'test.jsonl'), False, self.meta)[:n]
+        limit = self.config.block_size
+        fit = [r for r in asked if self.length(encode_question(self.tokenizer, r.question), [], [0]) <= limit]
+        if not fit:
+            raise UserError(f'dataset = {self.dataset!r}: no test question fits into block_size = {limit}')
+        if len(fit) < len(asked):
+            print(f'{self.dataset}: {len(asked) - len(fit):,} of {len(asked):,} test questions are left out, they do not fit '
+                  f'into block_size = {limit}')
+        return fit
 
     def report(self, model):
         """What a finished run prints: accuracy on validation records, block by block, and an example."""

@@ -27,12 +27,12 @@ def prepare(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('text, value', [
     ('1,234', '1234'), ('-3', '-3'), ('3.0', '3'), ('$5', '5'), ('-$5', '-5'), (' 72\n', '72'), ('.5', '0.5'), ('10.', '10'),
-    ('25%', '25'), ('+4', '4'), ('\u22127', '-7'), ('1 000', '1000'), ('00', '0'), ('-0', '0')])
+    ('25%', '25'), ('12,345,678.50', '12345678.5'), ('+4', '4'), ('\u22127', '-7'), ('1 000', '1000'), ('00', '0'), ('-0', '0')])
 def test_numbers_are_compared_as_numbers(text, value):
     assert records.parse_number(text) == Decimal(value)
 
 
-@pytest.mark.parametrize('text', ['', 'many', '3 apples', '1.2.3', '--3', '1/2', '5-3', '.', '1e5', 'nan', '-'])
+@pytest.mark.parametrize('text', ['', 'many', '3 apples', '3 4', '1,2,3', '12,34', '$', '%', '1.2.3', '--3', '1/2', '5-3', '.', '1e5', 'nan', '-'])
 def test_what_is_no_number(text):
     assert records.parse_number(text) is None
 
@@ -45,6 +45,7 @@ def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
     assert set(''.join(questions)) | set('\n=+') <= set(tokenizer['chars'])
     for question, steps, answer in splits['test']:
         start, *turns, n_steps = re.findall(r'\d', question)
+        assert '0' not in turns
         assert len(turns) == 6 and len(steps) == int(n_steps)
         value = int(start)
         for turn, step in zip(turns, steps):
@@ -62,7 +63,8 @@ GSM8K = [{'question': 'A robe takes 2 bolts.', 'answer': 'It takes 2/2=<<2/2=1>>
          {'question': 'Profit?', 'answer': 'He pays $<<80,000 + 50000=130000>>130,000.\nSo $<<.5*$10=5.0>>5\n#### 70,000'},
          {'question': 'Degrees?', 'answer': 'It falls by <<4-7=-3>>3.\n#### -3'},
          {'question': 'Unmarked?', 'answer': 'It is 5.\n#### 5'},
-         {'question': 'Not a number?', 'answer': '<<1+1=2>>\n#### two'}]
+         {'question': 'Not a number?', 'answer': '<<1+1=2>>\n#### two'},
+         {'question': ' ', 'answer': '<<1+1=2>>\n#### 2'}]
 
 
 def test_gsm8k_marks_become_steps(prepare, tmp_path):
@@ -73,7 +75,8 @@ def test_gsm8k_marks_become_steps(prepare, tmp_path):
              ('Degrees?', ['4-7=-3'], '-3')]
     assert splits == {'train': right + right[:1], 'val': right[1:], 'test': right + [('Unmarked?', [], '5')]}
     assert left_out == {'train: no step is marked': 2, 'train: the answer is no number': 2,
-                        'test: the answer is no number': 1}
+                        'test: the answer is no number': 1, 'train: the question is empty': 2,
+                        'test: the question is empty': 1}
     assert tokenizer == {'kind': 'gpt2'}
     with pytest.raises(UserError, match='val_rows = 6'):
         prepare('gsm8k', f'--input={tmp_path}', '--val_rows=6')
@@ -101,6 +104,11 @@ def test_gsm8k_aug_as_text_and_as_json(prepare, tmp_path):
     data.write_file(str(tmp_path / 'valid.json'), ''.join(json.dumps(e) + '\n' for e in entries))
     splits = prepare('gsm8k_aug', f'--input={tmp_path}')[0]
     assert splits['train'] == right == splits['val']
+    data.write_file(str(tmp_path / 'train.json'), json.dumps([{**e, 'steps': [s.strip('<>') for s in e['steps']]} for e in entries]))
+    assert prepare('gsm8k_aug', f'--input={tmp_path}')[0]['train'] == right
+    data.write_file(str(tmp_path / 'train.json'), json.dumps([*entries, 5]))
+    with pytest.raises(UserError, match="train.json entry 3 is '5', not an object"):
+        prepare('gsm8k_aug', f'--input={tmp_path}')
     os.remove(tmp_path / 'train.json')
     os.remove(tmp_path / 'train.txt')
     os.remove(tmp_path / 'valid.json')

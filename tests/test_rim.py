@@ -32,7 +32,7 @@ def tiny(**settings):
     return RiM(config).double()
 
 
-def tensors(row, coconut=False):
+def tensors(row):
     """A single row as RiM.forward takes it."""
     tokens, targets, positions, readout = (torch.tensor([values]) for values in
                                            (row.tokens, row.targets, row.positions, rim.read_by(row)))
@@ -229,8 +229,14 @@ def test_rows_of_each_stage(dataset):
     assert [t for t, kind in zip(row.tokens, row.kind) if kind == 'readout'] == [2, 2, 3, 4] and max(row.block) == 3
     late = source.row([7, 7], steps, answer, 2)  # half of stage 1: the first read-out of three has faded
     assert [t for t, kind in zip(late.tokens, late.kind) if kind == 'readout'] == [3, 4] and max(late.block) == 3
+    assert [w for w in late.weights if w] == pytest.approx([1 / 4] * 2 + [1 / 2] * 2)
     second = source.row([7, 7], steps, answer, 4)
     assert [t for t, kind in zip(second.tokens, second.kind) if kind == 'readout'] == [4] * 3
+    assert [w for w in second.weights if w] == pytest.approx([1 / 6] * 2 + [2 / 6] * 2 + [3 / 6] * 2)
+    assert [w for w in source.row([7, 7], steps, answer, 0, validating=True).weights if w] == [1, 1]
+    uniform = batches(dataset, anneal='uniform', train_question=True)
+    assert [w for w in uniform.row([7, 7], steps, answer, 2).weights if w] == [1] + [0.5] * 7
+    assert [w for w in uniform.row([7, 7], steps, answer, 2, validating=True).weights if w] == [1, 1]
     for other, expected in [('pause', [4] * 3), ('sft', [4]), ('cot', [1, 0, 2, 2, 0, 3, 0, 4])]:
         row = batches(dataset, train_on=other).row([7, 7], steps, answer, 0)
         assert [t for t, kind in zip(row.tokens, row.kind) if kind == 'readout'] == expected
@@ -302,6 +308,27 @@ def test_an_epoch_takes_every_record_once_and_wastes_little():
     assert abs(records.np.corrcoef(firsts, range(63))[0, 1]) < 0.3  # batches do not come sorted
 
 
+@pytest.mark.parametrize('train_on', rim.TRAIN_ON)
+def test_rows_of_about_as_many_tokens_go_together(dataset, train_on):
+    source = batches(dataset, train_on=train_on)
+    rows = [source.row(*encoded, 0) for encoded in source.encoded['train']]
+    extra = 1 if train_on == 'coconut' else 0  # thoughts are counted as in the last stage
+    assert extra or source.lengths.tolist() == [len(row.tokens) for row in rows]
+    tokens = torch.tensor([len(row.tokens) for row in rows])[torch.tensor(source.order_of(0))]
+    assert (tokens.amax(1) - tokens.amin(1)).float().mean() < 0.5 * (tokens.max() - tokens.min())
+
+
+def test_epochs_are_never_rounded_to_another_setting(dataset):
+    assert [steps for _, steps, *_ in batches(dataset, epochs=0.01, stage2_epochs=2.0).stages(99, 1e-3)] == [1, 26]
+
+
+def test_settings_of_a_run_are_not_taken_over(rim_run, tmp_path):
+    rim_run('cot', train_on='cot', epochs=0.2, n_mem=3)
+    tuned = rim_run('tuned', init_from=str(tmp_path / 'cot' / 'ckpt.pt'))
+    config = tuned['model_config']
+    assert (config['train_on'], config['epochs'], config['n_mem'], tuned['step']) == ('rim', 0.0, 3, 6)
+
+
 def test_a_plain_gpt_can_be_the_start_and_the_vocabulary_grows(run, dataset, tmp_path, capsys):
     folder = tmp_path / 'plain'
     folder.mkdir()
@@ -314,15 +341,17 @@ def test_a_plain_gpt_can_be_the_start_and_the_vocabulary_grows(run, dataset, tmp
     assert len(new['model']['wte.weight']) == len(old) + 4 and torch.equal(new['model']['wte.weight'][:-4], old)
 
 
-def test_lora_trains_adapters_and_new_embeddings_only(rim_run, tmp_path):
-    rim_run('start', train_on='cot')
+@pytest.mark.parametrize('tied', [True, False])
+def test_lora_trains_adapters_and_new_embeddings_only(rim_run, tmp_path, tied):
+    rim_run('start', train_on='cot', tie_weights=tied)
     start = str(tmp_path / 'start' / 'ckpt.pt')
     tuned = rim_run('lora', init_from=start, lora_rank=2, learning_rate=1e-2, weight_decay=0.5)
     before = load_checkpoint(start)['model']
     for name, weight in before.items():
         same = weight[:-4] if name in ('wte.weight', 'lm_head.weight') else weight
         assert torch.equal(same, tuned['model'][name][:len(same)]), name
-    assert not torch.equal(before['wte.weight'][-4:], tuned['model']['wte.weight'][-4:])
+    for name in ('wte.weight', 'lm_head.weight'):
+        assert not torch.equal(before[name][-4:], tuned['model'][name][-4:])
     assert all(p.abs().sum() > 0 for name, p in tuned['model'].items() if 'lora_b' in name)
     model = train.build_model(tuned).double()
     idx = torch.randint(10, (2, 7))
@@ -359,6 +388,20 @@ def test_cached_answers_equal_rereading_at_every_block_and_in_batches(K, M):
                 slow, slow_p = decode_slowly(model, q, k, M, 6)
                 assert row == slow and p.item() == pytest.approx(slow_p, abs=1e-9)
         assert model.answers(questions, K, M, max_new_tokens=6)[0][0][0] == read[-1][0][0]
+
+
+@pytest.mark.parametrize('learned_positions', [False, True])
+@pytest.mark.parametrize('train_on', ['rim', 'cot', 'coconut'])
+def test_an_answer_is_as_long_beside_others_as_alone(train_on, learned_positions):
+    model = tiny(train_on=train_on, block_size=24, coconut_stages=3, learned_positions=learned_positions).eval()
+    with torch.no_grad():
+        model.wte.weight.mul_(8)
+        model.wte.weight[-1] = 0  # <end> is never the likeliest
+    questions = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 1, 2]]
+    memory = dict(rim=12, cot=0, coconut=5)[train_on]
+    [[(rows, _)]] = model.answers(questions, max_new_tokens=99)
+    assert [len(row) for row in rows] == [24 - memory - len(q) for q in questions]
+    assert rows == [model.answers([q], max_new_tokens=99)[0][0][0][0] for q in questions]
 
 
 def test_coconut_and_plain_answers_equal_rereading():
@@ -439,7 +482,10 @@ def test_sampling_and_evaluation(rim_run, dataset, tmp_path, capsys, train_on):
     one, two = capsys.readouterr().out.splitlines()[-2:] if train_on != 'cot' else ('', '')
     assert one == two  # the likeliest answer, without a temperature
     sample.main([f'--out_dir={folder}', '--prompt=1+2?', '--show'])
-    assert 'block 1: ' in capsys.readouterr().out
+    assert ('block 1: ' if train_on == 'rim' else 'answer 1: ') in capsys.readouterr().out
+    for wrong, message in [('--top_p=0', 'top_p = 0'), ('--stop=1', 'ends its answer itself'), ('--pace=all', 'no such setting')]:
+        with pytest.raises(UserError, match=message):
+            sample.main([f'--out_dir={folder}', '--prompt=1+2?', wrong])
     with pytest.raises(UserError, match='prompt is empty: ask a question'):
         sample.main([f'--out_dir={folder}'])
     evaluation.main([f'--out_dir={folder}', '--eval_rows=10', '--batch_size=4', '--device=cpu'])
@@ -522,9 +568,13 @@ def test_questions_that_do_not_fit_and_bad_numbers_of_blocks():
         model.answers([[1] * 9])
     with pytest.raises(UserError, match='question of 16 tokens leaves no room'):
         tiny(train_on='sft', block_size=16).answers([[1] * 16])
-    for K, M in [(0, 2), (2, 0)]:
-        with pytest.raises(UserError, match=f'{K} memory blocks of {M} memory tokens'):
+    for K, M in [(-1, 2), (2, -1)]:
+        with pytest.raises(UserError, match=f'n_blocks = {K}, n_mem = {M}: there must be at least 1 of each'):
             model.answers([[1]], K, M)
+    with pytest.raises(UserError, match='n_blocks = 2, n_mem = 0: a sft model has no memory blocks'):
+        tiny(train_on='sft').answers([[1]], 2)
+    with pytest.raises(UserError, match='temperature = -1'):
+        model.answers([[1]], temperature=-1)
 
 
 def test_wrong_data_sets(run, rim_run, dataset, tmp_path):
@@ -577,6 +627,11 @@ def test_a_missing_start_is_trained_first(rim_run, tmp_path, dataset, capfd):
     assert 'is not there yet: training it with' in capfd.readouterr().out and load_checkpoint(start)['step'] == 3
     rim_run('two', init_from=start, start_config=str(config))
     assert 'is not there yet' not in capfd.readouterr().out
+    os.rename(tmp_path / 'start' / 'best.pt', best := str(tmp_path / 'start' / 'early.pt'))  # not of the last step
+    rim_run('four', init_from=best, start_config=str(config))
+    with pytest.raises(UserError, match='n_blocks = 0'):
+        rim_run('five', init_from=start + '.new', start_config=str(config), n_blocks=0)
+    assert 'yet: training it' not in capfd.readouterr().out
     config.write_text('method = 1\n', encoding='utf-8')
     os.remove(start)
     with pytest.raises(UserError, match='that run did not end well'):

@@ -1,11 +1,11 @@
 """Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with five digits, the same for the same seed.
 
-Ann's dial is at 3, turns 4 0 1 3 3 2. After 2?   steps 3+4=2, 2+0=2   answer 2
+Ann's dial is at 3, turns 4 2 1 3 3 2. After 2?   steps 3+4=2, 2+2=4   answer 4
 
-After 4 comes 0 again: on a dial all answers stay equally likely as long as one turn is unknown, so that guessing or
-adding up roughly gains nothing. Six turns are always told and the question asks about some of them; thus the turns
-stand where a small model finds them quickly. Five digits make 25 sums to learn, which a block has to know at each depth.
-No question occurs in two of train, val and test.
+After 4 comes 0 again: as long as one turn is unknown, no answer is likelier than one in four, so that guessing or adding
+up roughly gains little. Six turns are always told and the question asks about some of them; thus the turns stand where a
+small model finds them quickly. Five digits make 20 sums, which are to be learned anew for each depth of the chain. No
+question occurs in two of train, val and test; with so few digits the same turns do, in other words.
 """
 import os
 import random
@@ -29,7 +29,7 @@ QUESTIONS = ['. After {n}?', '. Up to {n}?']
 
 def make_problem(rng, n_steps):
     """(question, steps, answer) with n_steps calculations."""
-    value, *turns = (rng.randrange(DIGITS) for _ in range(1 + MAX_STEPS))
+    value, turns = rng.randrange(DIGITS), [rng.randint(1, DIGITS - 1) for _ in range(MAX_STEPS)]
     opening = rng.choice(OPENINGS).format(name=rng.choice(NAMES), thing=rng.choice(THINGS), n=value)
     text, steps = f'{opening}, turns {" ".join(map(str, turns))}', []
     for turn in turns[:n_steps]:
