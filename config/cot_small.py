@@ -10,8 +10,8 @@ n_embd = 112
 block_size = 160
 rope_base = 300.0  # rows are short
 
-batch_size = 32
-max_iters = 2000
+batch_size = 16
+max_iters = 1500
 learning_rate = 2e-3
 min_lr = 1e-4
 warmup_iters = 100
