@@ -112,20 +112,21 @@ def generate():
 
 
 def answer():
-    """From a question of 64 tokens to the first token of its answer, with random weights of the size of tb_small:
-    memory blocks join the prefill, Coconut takes a pass per thought, written steps (24 tokens, about four) one per token."""
-    size, question, times = dict(SMALL, block_size=128), list(range(60)) + [0] * 4, {}
-    models = {train_on: build('rim', rows=1, **size, train_on=train_on)[0] for train_on in ('sft', 'rim', 'coconut', 'cot')}
-    for model in models.values():
-        model.eval().wte.weight.data[-1] = 0  # <end> is never the likeliest
-    for _ in range(20 * rounds):
-        for train_on, model in models.items():
-            new = 25 if train_on == 'cot' else 1
-            times.setdefault(train_on, []).append(seconds(lambda: model.answers([question], max_new_tokens=new)))
-    print(f'{"time to the first token":32s} {"ms":>8s} {"time x":>8s}')
-    medians = {train_on: statistics.median(t) for train_on, t in times.items()}
-    for train_on, t in medians.items():
-        print(f'{train_on:32s} {t * 1e3:8.2f} {t / medians["sft"]:8.2f}')
+    """From a question to the first token of its answer, with random weights of the size of tb_small: memory blocks join
+    the prefill, Coconut takes a pass per thought, written steps (24 tokens, about four steps) one per token."""
+    print(f'{"time to the first token":32s} {"question":>8s} {"ms":>8s} {"time x":>8s}')
+    for length in (64, 192):
+        size, question, times = dict(SMALL, block_size=256), [i % 60 for i in range(length)], {}
+        models = {on: build('rim', rows=1, **size, train_on=on)[0].eval() for on in ('sft', 'rim', 'coconut', 'cot')}
+        for model in models.values():
+            model.wte.weight.data[-1] = 0  # <end> is never the likeliest
+        for _ in range(20 * rounds):
+            for train_on, model in models.items():
+                new = 25 if train_on == 'cot' else 1
+                times.setdefault(train_on, []).append(seconds(lambda: model.answers([question], max_new_tokens=new)))
+        medians = {train_on: statistics.median(t) for train_on, t in times.items()}
+        for train_on, t in medians.items():
+            print(f'{train_on:32s} {length:8d} {t * 1e3:8.2f} {t / medians["sft"]:8.2f}')
 
 
 PARTS = {'train': train, 'cyb': cyb, 'generate': generate, 'answer': answer}
