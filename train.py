@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, fields
+from glob import escape, glob
 
 import torch
 import torch.distributed as dist
@@ -298,7 +299,7 @@ def main(argv):
     if is_main and not eval_only:
         try:
             os.makedirs(out_dir, exist_ok=True)
-            for path in begun if overwrite and not resume else []:
+            for path in begun + glob(os.path.join(escape(out_dir), 'stage*.pt')) if overwrite and not resume else []:
                 os.remove(path)
             kept = []
             if resume and os.path.exists(log_path):  # drop what came after the checkpoint: it is run again

@@ -232,7 +232,7 @@ class RecordBatches:
                 left_out[f'they do not fit into block_size = {limits.block_size}'] += 1
             else:
                 kept.append((record, encoded))
-        for why, n in left_out.items():
+        for why, n in left_out.items() if os.environ.get('RANK', '0') == '0' else []:  # of several processes the first
             print(f'{dataset}: {n:,} of {n + len(kept):,} {split} records are left out, {why}')
         if not kept:
             raise UserError(f'dataset = {dataset!r}: no {split} record is left; raise block_size or max_steps')

@@ -252,6 +252,8 @@ def test_stages_may_not_be_moved_by_a_resume(run, tmp_path):
     assert {'stage1.pt', 'stage1_best.pt', 'best.pt'} <= set(os.listdir(tmp_path / 'run'))
     with pytest.raises(UserError, match='is in stage2 since step 3, and this would move it'):
         run(max_iters=8, init_from='resume', **settings)
+    run(max_iters=3, overwrite=True, train_on='sft', **settings)
+    assert not {'stage1.pt', 'stage1_best.pt'} & set(os.listdir(tmp_path / 'run'))
 
 
 def same(a, b):
