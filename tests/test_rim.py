@@ -504,6 +504,34 @@ def test_sampling_and_evaluation(rim_run, dataset, tmp_path, capsys, train_on):
         assert numbers['accuracy by blocks'][1]['accuracy'] == numbers['accuracy'] <= numbers['any block']
 
 
+def test_numbers_of_answers(dataset, monkeypatch):
+    source = batches(dataset, n_blocks=2)
+    right, drawn, calls = torch.rand(10, 4) > 0.5, torch.rand(10, 1) > 0.5, []
+    monkeypatch.setattr(evaluation, 'eval_rows', 10)
+    monkeypatch.setattr(records, 'score', lambda model, tokenizer, asked, **how: (
+        calls.append(how), (drawn if 'samples' in how else right).numpy())[1])
+    got = evaluation.answers(tiny(vocab_size=source.config.vocab_size, n_blocks=2), [], [], source)
+    assert calls == [dict(n_blocks=4, n_mem=0), dict(every_block=False, samples=8, temperature=1.0, n_mem=0)]
+    n_steps = [len(record.steps) for record in source.test_records(10)]
+    assert got['accuracy'] == pytest.approx(right[:, 1].double().mean().item())
+    assert got['any block'] == pytest.approx(right[:, :2].any(1).double().mean().item())
+    assert got['pass@8'] == pytest.approx(drawn.double().mean().item())
+    assert got['block of the last step'] == sum(right[i, n - 1].item() for i, n in enumerate(n_steps)) / 10
+    by_steps = {row['steps']: row['accuracy'] for row in got['accuracy by steps']}
+    assert by_steps[2] == pytest.approx(right[[n == 2 for n in n_steps], 1].double().mean().item())
+    assert [row['accuracy'] for row in got['accuracy by blocks']] == pytest.approx(right.double().mean(0).tolist())
+
+
+def test_test_questions_that_do_not_fit_are_left_out_and_counted(dataset, capsys, monkeypatch):
+    source, read = batches(dataset, train_on='sft'), records.read_records
+    monkeypatch.setattr(records, 'read_records', lambda *a: [records.Record('12+1?', [], '13', ''), *read(*a)])
+    source.config.block_size = 5  # '1+1?' and its line break fill it
+    with pytest.raises(UserError, match='no test question fits into block_size = 5'):
+        source.test_records(10)
+    source.config.block_size = 6
+    assert len(source.test_records(10)) == 9 and '1 of 10 test questions are left out' in capsys.readouterr().out
+
+
 def test_models_side_by_side(rim_run, run, dataset, tmp_path, monkeypatch):
     for train_on in ('rim', 'sft', 'coconut'):
         rim_run(train_on, train_on=train_on, max_iters=6)
