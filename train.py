@@ -223,8 +223,9 @@ def main(argv):
                 shape.update(config_class.from_gpt)
             shape['vocab_size'] = max(shape['vocab_size'], meta['vocab_size'])
             check_same_tokenizer(checkpoint['meta'], meta)
-            say('taken over: ' + ', '.join(f'{f.name} = {shape[f.name]}' for f in fields(config_class)
-                                           if shape.get(f.name, f.default) != f.default and f.name not in model_settings))
+            taken = [f'{f.name} = {shape[f.name]}' for f in fields(config_class)
+                     if shape.get(f.name, f.default) != f.default and f.name not in model_settings]
+            say(f'taken over from it: {", ".join(taken) or "nothing"}')
             model_settings = {**shape, **model_settings}
         model_settings['vocab_size'] = model_settings.get('vocab_size') or meta['vocab_size']
         model_config = config_class(**model_settings)
