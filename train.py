@@ -449,8 +449,9 @@ def main(argv):
     if log:
         log.close()
     if ddp:
-        # without it a process may tear the group down while gloo's thread still frees the tensor of the last
-        # all_reduce, and wait forever for that thread, which waits for Python's lock
+        # DDP's reducer must not be the last to hold the group: it would wait for gloo's thread without letting go of
+        # Python's lock, which that thread may need to free the tensor of the last all_reduce
+        model = None
         dist.barrier()
         dist.destroy_process_group()
 
