@@ -380,7 +380,7 @@ class CYB(GPT):
 
     @torch.no_grad()
     def load_pretrained(self, state):
-        """As GPT.load_pretrained. From a model that does not know pauses, this one starts by answering at once."""
+        """As GPT.load_pretrained. From a plain GPT, this one starts by answering at once."""
         paused, own = 'pauses' in state, 'dont_know.weight' in state
         known = len(state['pauses']) + 1 if paused else 1 if own else self.config.W
         if known != self.config.W:

@@ -34,6 +34,8 @@ seed = 1337  # of whatever is drawn
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 threads = 0  # CPU threads, 0 = PyTorch's choice
 
+NAMED = 8  # tokens that pause longest, and as many that pause shortest
+
 
 # --- measures: (model, batches, slow, source) -> {name: number or table}, a table is a list of dicts of the same keys ---
 # source: where the method's batches come from; batches: its validation rows; slow: the first slow_rows of them
@@ -127,7 +129,7 @@ def slots(model, batches, slow, source):
     mean = torch.bincount(token, weights=taken) / count
     common = (count >= min(10, int(count.max()))).nonzero()[:, 0]  # rarer tokens say little
     order = common[mean[common].argsort(descending=True)].tolist()
-    shown = order if len(order) <= 16 else order[:8] + order[-8:]
+    shown = order[:NAMED] + order[NAMED:][-NAMED:]
     return {'loss': loss, 'perplexity': math.exp(min(loss, 700)), 'loss at its own pace': own_loss,
             'perplexity at its own pace': math.exp(min(own_loss, 700)),
             'accuracy at its own pace': (own * right).sum(dim=1).mean().item(), 'slots per token': taken.mean().item(),
@@ -174,14 +176,15 @@ def answers(model, batches, slow, source):
     right = records.score(model, tokenizer, asked, n_blocks=blocks if blocks > 1 else 0, n_mem=n_mem)  # (n, blocks)
     last = right[:, min(c.n_blocks, blocks) - 1]
     drawn = records.score(model, tokenizer, asked, every_block=False, samples=8, temperature=1.0, n_mem=n_mem)
-    steps = sorted({len(record.steps) for record in asked})
+    steps = torch.tensor([len(record.steps) for record in asked])
+    own = right[range(len(asked)), (steps.clamp(1, blocks) - 1).tolist()]  # where stage 1 has the answer
     numbers = {'questions': len(asked), 'accuracy': last.mean().item(), 'pass@8': drawn.any(1).mean().item(),
-               'accuracy by steps': [{'steps': n, 'accuracy': last[[len(r.steps) == n for r in asked]].mean().item(),
-                                      'questions': sum(len(r.steps) == n for r in asked)} for n in steps]}
+               'accuracy by steps': [{'steps': n, 'accuracy': last[steps == n].mean().item(), 'at the block of the last step':
+                                      own[steps == n].mean().item() if blocks > 1 else None,
+                                      'questions': (steps == n).sum().item()} for n in steps.unique().tolist()]}
     if blocks > 1:
         numbers['any block'] = right[:, :c.n_blocks].any(1).mean().item()
-        own = [row[min(max(1, len(record.steps)), blocks) - 1] for row, record in zip(right, asked)]
-        numbers['block of the last step'] = sum(own) / len(own)  # where stage 1 has the answer
+        numbers['block of the last step'] = own.mean().item()
         numbers['accuracy by blocks'] = [{'blocks': k + 1, 'accuracy': right[:, k].mean().item()} for k in range(blocks)]
     return numbers
 
@@ -197,7 +200,8 @@ def answer_times(model, batches, slow, source):
     asked, times = source.test_records(min(10, eval_rows)), {path: [] for path in models}
     for record in [asked[0], *asked]:  # the first question once more, to warm up
         for path, other in models.items():
-            times[path].append(records.time_answer(other, source.tokenizer, record.question))
+            how = {'n_mem': n_mem} if other.config.train_on in ('rim', 'pause') else {}
+            times[path].append(records.time_answer(other, source.tokenizer, record.question, **how))
     table = []
     for path, other in models.items():
         first, whole = (1e3 * torch.tensor(times[path][1:])).median(dim=0).values.tolist()
@@ -213,7 +217,7 @@ def block_states(model, batches, slow, source):
         return {}
     questions = [records.encode_question(source.tokenizer, record.question)
                  for record in source.test_records(min(100, eval_rows))]
-    states = torch.stack([hidden for _, hidden in model.prefill(questions)[2]]).float()  # (K,n,C)
+    states = torch.stack([hidden for _, hidden in model.prefill(questions, n_mem=n_mem)[2]]).float()  # (K,n,C)
     K, n, C = states.shape
     states = states.view(K * n, C) - states.view(K * n, C).mean(dim=0)
     u, s, _ = torch.linalg.svd(states, full_matrices=False)

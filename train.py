@@ -225,7 +225,7 @@ def main(argv):
             check_same_tokenizer(checkpoint['meta'], meta)
             taken = [f'{f.name} = {shape[f.name]}' for f in fields(config_class)
                      if shape.get(f.name, f.default) != f.default and f.name not in model_settings]
-            say(f'taken over from it: {", ".join(taken) or "nothing"}')
+            say(f'settings that come with the start: {", ".join(taken) or "nothing"}')
             model_settings = {**shape, **model_settings}
         model_settings['vocab_size'] = model_settings.get('vocab_size') or meta['vocab_size']
         model_config = config_class(**model_settings)

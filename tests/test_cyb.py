@@ -456,6 +456,14 @@ def test_fine_tuning_run_starts_at_the_loss_of_the_plain_gpt(run, tmp_path):
     assert again['model_config']['W'] == 3 and again['model_config']['see_pauses'] is False
 
 
+def test_what_a_run_is_trained_for_is_not_taken_over(run, tmp_path):
+    run('tbys', method='cyb', W=3, objective='tbys')
+    tuned = run('tuned', method='cyb', gamma0=0.5, init_from=f'{tmp_path}/tbys/ckpt.pt')
+    again = run('again', method='cyb', init_from=f'{tmp_path}/tuned/ckpt.pt')
+    for config, gamma0 in ((tuned['model_config'], 0.5), (again['model_config'], 1.0)):
+        assert (config['objective'], config['W'], config['gamma0']) == ('cyb', 3, gamma0)
+
+
 def test_another_number_of_slots_is_refused(run, tmp_path):
     run('two', method='cyb', W=2)
     with pytest.raises(UserError, match='W = 4.* W = 2'):

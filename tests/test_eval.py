@@ -56,6 +56,7 @@ def test_prefixes_are_scored_one_by_one(numbers):
 @torch.no_grad()
 def test_slots(numbers, monkeypatch):
     monkeypatch.setattr(evaluation, 'CHUNK', 200)  # several chunks
+    monkeypatch.setattr(evaluation, 'NAMED', 3)
     got, model, idx, targets = numbers(method='cyb', W=3, omega='uniform')
     x = model.encode_slots(idx)
     z, k = model.logits(x).double(), model.dont_know_logit(model.ln_f(x)).double()

@@ -13,7 +13,7 @@ import rim
 import sample
 import train
 from config import UserError
-from config.checkpoint import load_checkpoint
+from config.checkpoint import load_checkpoint, save_checkpoint
 from data import records
 from model import GPT, GPTConfig
 from rim import RiM, RiMConfig, build_row
@@ -519,6 +519,8 @@ def test_numbers_of_answers(dataset, monkeypatch):
     assert got['block of the last step'] == sum(right[i, n - 1].item() for i, n in enumerate(n_steps)) / 10
     by_steps = {row['steps']: row['accuracy'] for row in got['accuracy by steps']}
     assert by_steps[2] == pytest.approx(right[[n == 2 for n in n_steps], 1].double().mean().item())
+    own = {row['steps']: row['at the block of the last step'] for row in got['accuracy by steps']}
+    assert own[3] == pytest.approx(right[[n == 3 for n in n_steps], 2].double().mean().item())
     assert [row['accuracy'] for row in got['accuracy by blocks']] == pytest.approx(right.double().mean(0).tolist())
 
 
@@ -537,7 +539,7 @@ def test_models_side_by_side(rim_run, run, dataset, tmp_path, monkeypatch):
         rim_run(train_on, train_on=train_on, max_iters=6)
     other = str(tmp_path / 'sft'), str(tmp_path / 'coconut' / 'ckpt.pt')
     asked = []
-    monkeypatch.setattr(records, 'time_answer', lambda model, tokenizer, question: (
+    monkeypatch.setattr(records, 'time_answer', lambda model, tokenizer, question, **how: (
         asked.append((model.config.train_on, question)), len(asked) * 1e-3, 0.1)[1:])
     evaluation.main([f'--out_dir={tmp_path}/rim', f'--beside={",".join(other)}', '--eval_rows=3', '--device=cpu'])
     with open(tmp_path / 'rim' / 'eval.json', encoding='utf-8') as f:
@@ -655,8 +657,9 @@ def test_a_missing_start_is_trained_first(rim_run, tmp_path, dataset, capfd):
     assert 'is not there yet: training it with' in capfd.readouterr().out and load_checkpoint(start)['step'] == 3
     rim_run('two', init_from=start, start_config=str(config))
     assert 'is not there yet' not in capfd.readouterr().out
-    os.rename(tmp_path / 'start' / 'best.pt', best := str(tmp_path / 'start' / 'early.pt'))  # not of the last step
-    rim_run('four', init_from=best, start_config=str(config))
+    early = str(tmp_path / 'start' / 'early.pt')
+    save_checkpoint(early, {**load_checkpoint(start), 'step': 1})  # chosen by the user, though no run's last
+    rim_run('four', init_from=early, start_config=str(config))
     with pytest.raises(UserError, match='n_blocks = 0'):
         rim_run('five', init_from=start + '.new', start_config=str(config), n_blocks=0)
     assert 'yet: training it' not in capfd.readouterr().out

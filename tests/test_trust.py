@@ -315,41 +315,42 @@ def test_fuzzed_pickles_with_right_checksums_never_raise_anything_else(run, tmp_
             assert '\n' not in str(e)
 
 
+def each_damage(path, dice):
+    """The file is damaged anew at each turn, and whole again in the end."""
+    with open(path, 'rb') as f:
+        content = f.read()
+    for turn in range(1001 if LONG else 61):
+        with open(path, 'wb') as f:
+            f.write(damaged(content, dice) if turn else content)
+        yield turn
+    with open(path, 'wb') as f:
+        f.write(content)
+
+
 def test_fuzzed_data_is_read_whole_or_named(dataset):
     dice, config = random.Random(3), GPTConfig(block_size=16)
     rows = data.TextBatches(dataset, data.read_meta(dataset), config, 1, 8).train_batch(0, [0, 1])
     chars = data.read_meta(dataset)['tokenizer']['chars']
     for name in ('train.bin', 'val.bin', 'meta.json'):
-        path = os.path.join(dataset, name)
-        with open(path, 'rb') as f:
-            content = f.read()
-        for _ in range(1000 if LONG else 60):
-            with open(path, 'wb') as f:
-                f.write(damaged(content, dice))
+        for turn in each_damage(os.path.join(dataset, name), dice):
             try:
                 batches = data.TextBatches(dataset, data.read_meta(dataset), config, 1, 8)
             except UserError as e:
-                assert '\n' not in str(e) and dataset in str(e)
+                assert turn and '\n' not in str(e) and dataset in str(e)
             else:
                 assert all(torch.equal(a, b) for a, b in zip(batches.train_batch(0, [0, 1]), rows))
                 assert batches.tokenizer.chars == chars
-        with open(path, 'wb') as f:
-            f.write(content)
 
 
 def test_fuzzed_records_are_read_whole_or_named(tmp_path):
     dice, folder = random.Random(4), write_records(tmp_path / 'records')
     meta, path = data.read_meta(folder), os.path.join(folder, 'train.jsonl')
     whole = records.read_records(path, meta=meta)
-    with open(path, 'rb') as f:
-        content = f.read()
-    for _ in range(1000 if LONG else 60):
-        with open(path, 'wb') as f:
-            f.write(damaged(content, dice))
+    for turn in each_damage(path, dice):
         try:
             assert records.read_records(path, meta=meta) == whole
         except UserError as e:
-            assert '\n' not in str(e) and path in str(e)
+            assert turn and '\n' not in str(e) and path in str(e)
 
 
 # --- devices ---
