@@ -40,21 +40,25 @@ def test_what_is_no_number(text):
 def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
     splits, _, tokenizer = prepare('gsm_toy')
     assert splits == prepare('gsm_toy')[0]
-    questions = [row[0] for rows in splits.values() for row in rows]
-    assert len(questions) == len(set(questions)) and max(map(len, questions)) <= 120
-    assert set(''.join(questions)) | set('\n=+') <= set(tokenizer['chars'])
-    for question, steps, answer in splits['test']:
-        start, *turns, n_steps = re.findall(r'\d', question)
-        assert '0' not in turns
-        assert len(turns) == 6 and len(steps) == int(n_steps)
-        value = int(start)
-        for turn, step in zip(turns, steps):
-            result = (value + int(turn)) % 5
-            assert step == f'{value}+{turn}={result}'
-            value = result
-        assert answer == str(value)
+    questions = {split: {row[0] for row in rows} for split, rows in splits.items()}
+    assert max(len(q) for split in questions for q in questions[split]) <= 120
+    assert len(questions['test']) == 1200 and len(questions['val']) == 600  # none twice
+    for split, rows in splits.items():
+        assert not any(questions[split] & questions[other] for other in splits if other != split)
+        for question, steps, answer in rows:
+            start, *turns = re.findall(r'\d', question)
+            assert len(turns) == 6 and turns[len(steps):] == ['0'] * (6 - len(steps))
+            value = int(start)
+            for turn, step in zip(turns, steps):
+                result = (value + int(turn)) % 3
+                assert turn in '45' and step == f'{turn}+{value}={result}'
+                value = result
+            assert answer == str(value)
+    assert set(''.join(questions['test'])) | set('\n=+') <= set(tokenizer['chars'])
     assert Counter(len(steps) for _, steps, _ in splits['test']) == dict.fromkeys(range(1, 7), 200)
-    assert len({re.sub(r'\d', '', question) for question in questions}) > 100  # templates, names and things
+    lengths = Counter(len(steps) for _, steps, _ in splits['train'])
+    assert [lengths[n] / 720 for n in range(1, 7)] == pytest.approx([4, 8, 13, 19, 25, 31], abs=0.5)  # percent
+    assert len({re.sub(r'\d', '', question) for question in questions['test']}) > 100  # templates, names and things
     with pytest.raises(UserError, match='takes no arguments'):
         prepare('gsm_toy', '--x')
 

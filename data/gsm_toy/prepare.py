@@ -1,11 +1,14 @@
-"""Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with five digits, the same for the same seed.
+"""Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with three digits, the same for the same seed.
 
-Ann's dial is at 3, turns 4 2 1 3 3 2. After 2?   steps 3+4=2, 2+2=4   answer 4
+Ann's dial is at 1, turns 4 5 0 0 0 0. Where?   steps 4+1=2, 5+2=1   answer 1
 
-After 4 comes 0 again: as long as one turn is unknown, no answer is likelier than one in four, so that guessing or adding
-up roughly gains little. Six turns are always told and the question asks about some of them; thus the turns stand where a
-small model finds them quickly. Five digits make 20 sums, which are to be learned anew for each depth of the chain. No
-question occurs in two of train, val and test; with so few digits the same turns do, in other words.
+After 2 comes 0 again, and each turn moves the dial on by one or two digits: whoever leaves out a turn knows little.
+Every problem tells six turns, the last ones may be 0: so they stand where a small model finds them. A step begins with
+its turn and an answer with a digit of the dial: a memory block has to know which of the two comes next. Few training
+problems are short: where each length is as frequent, a model that is taught answers alone climbs from short to long.
+
+No question occurs in two of train, val and test. But three starts and six turns of two kinds make only 378 cases, which
+train has in other words: accuracy says whether a method can be taught the chain, not how far it goes beyond it.
 """
 import os
 import random
@@ -18,38 +21,45 @@ from data import records  # noqa: E402
 
 SMALL = True  # train.py prepares it by itself
 SEED = 1
-ROWS = {'test': 1200, 'val': 600, 'train': 120000}
-MAX_STEPS, DIGITS = 6, 5
+ROWS = {'test': 1200, 'val': 600, 'train': 72000}
+MAX_STEPS, DIGITS, TURNS = 6, 3, (4, 5)  # no turn looks like a digit of the dial
+TRAIN_SHARES = (4, 8, 13, 19, 25, 31)  # percent of the training problems by steps; in val and test each is as frequent
 
 NAMES = ['Ann', 'Bob', 'Dan', 'Eve', 'Gus', 'Ivo', 'Kim', 'Lea', 'Max', 'Zoe']
 THINGS = ['dial', 'disk', 'gear', 'knob', 'lock', 'ring']
 OPENINGS = ["{name}'s {thing} is at {n}", "{name}'s {thing} shows {n}", '{name} has a {thing} at {n}', 'A {thing} shows {n}']
-QUESTIONS = ['. After {n}?', '. Up to {n}?']
+QUESTIONS = ['. Where?', '. It is?']
 
 
 def make_problem(rng, n_steps):
     """(question, steps, answer) with n_steps calculations."""
-    value, turns = rng.randrange(DIGITS), [rng.randint(1, DIGITS - 1) for _ in range(MAX_STEPS)]
-    opening = rng.choice(OPENINGS).format(name=rng.choice(NAMES), thing=rng.choice(THINGS), n=value)
-    text, steps = f'{opening}, turns {" ".join(map(str, turns))}', []
+    start, turns = rng.randrange(DIGITS), [rng.choice(TURNS) if i < n_steps else 0 for i in range(MAX_STEPS)]
+    opening = rng.choice(OPENINGS).format(name=rng.choice(NAMES), thing=rng.choice(THINGS), n=start)
+    question = f'{opening}, turns {" ".join(map(str, turns))}{rng.choice(QUESTIONS)}'
+    value, steps = start, []
     for turn in turns[:n_steps]:
-        result = (value + turn) % DIGITS
-        steps.append(f'{value}+{turn}={result}')
+        result = (turn + value) % DIGITS
+        steps.append(f'{turn}+{value}={result}')
         value = result
-    return text + rng.choice(QUESTIONS).format(n=n_steps), steps, str(value)
+    return question, steps, str(value)
 
 
 def main(argv):
     if argv:
         raise config.UserError(f'{argv[0]!r}: this script takes no arguments')
-    rng, seen, splits = random.Random(SEED), set(), {}
+    rng, asked, splits = random.Random(SEED), set(), {}
     for split, n in ROWS.items():
+        lengths = [1 + i % MAX_STEPS for i in range(n)]
+        if split == 'train':
+            lengths = rng.choices(range(1, MAX_STEPS + 1), TRAIN_SHARES, k=n)
         splits[split] = []
-        while len(splits[split]) < n:
-            problem = make_problem(rng, 1 + len(splits[split]) % MAX_STEPS)  # equally many of each number of steps
-            if problem[0] not in seen:
-                seen.add(problem[0])
-                splits[split].append(problem)
+        for n_steps in lengths:
+            problem = make_problem(rng, n_steps)
+            while problem[0] in asked:
+                problem = make_problem(rng, n_steps)
+            splits[split].append(problem)
+            if split != 'train':
+                asked.add(problem[0])
     chars = set('\n')
     for rows in splits.values():
         for question, steps, answer in rows:
