@@ -124,7 +124,14 @@ def make_start(path, start_config):
     env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
     same = [f'--{name}={globals()[name]}' for name in ('device', 'dtype', 'compile', 'threads')]
     command = [sys.executable, os.path.abspath(__file__), start_config, '--init_from=auto', *same]
-    if subprocess.run([*command, f'--out_dir={os.path.dirname(path)}'], env=env).returncode:
+    child = subprocess.Popen([*command, f'--out_dir={os.path.dirname(path)}'], env=env)
+    # either signal lets it save and end; Ctrl-C reaches it by itself
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: child.terminate()}
+    handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    failed = child.wait()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if failed:
         raise UserError(f'start_config = {start_config!r}: that run did not end well, see above')
     if not finished():
         raise UserError(f'start_config = {start_config!r}: that run was stopped; the same command goes on with it')

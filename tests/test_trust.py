@@ -37,8 +37,8 @@ def command(tmp_path, dataset):
     return command
 
 
-def start(command):
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+def start(command, **how):
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how,
                             env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'})
 
 
@@ -84,6 +84,21 @@ def test_a_signal_finishes_the_step_and_saves(command, tmp_path, number):
     assert run.returncode == 0 and '--init_from=resume' in output
     step = int(re.search(r'after step (\d+)', output)[1])
     assert load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))['step'] == step > 0
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_start_that_is_being_trained(command, dataset, tmp_path, number):
+    """SIGINT goes to all processes of a terminal, SIGTERM to one. The start must be saved, and nothing go on."""
+    path, config = tmp_path / 'start' / 'ckpt.pt', tmp_path / 'start.py'
+    config.write_text(f"dataset, device = {dataset!r}, 'cpu'\nmax_iters, eval_interval = 10 ** 6, 10 ** 6\n"
+                      'n_layer, n_head, n_embd, block_size, batch_size, eval_rows = 2, 2, 32, 16, 2, 2\n', encoding='utf-8')
+    run = start(command(init_from=path, start_config=config), start_new_session=True)
+    wait_for(path.with_name('best.pt'))
+    time.sleep(0.3)
+    (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)
+    output = run.communicate(timeout=60)[0]  # ends when nobody holds the pipe any more
+    assert run.returncode == 1 and 'that run was stopped; the same command goes on with it' in output
+    assert load_checkpoint(str(path))['step'] > 0 and not (tmp_path / 'run').exists()
 
 
 def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):
