@@ -125,9 +125,9 @@ def make_start(path, start_config):
     same = [f'--{name}={globals()[name]}' for name in ('device', 'dtype', 'compile', 'threads')]
     command = [sys.executable, os.path.abspath(__file__), start_config, '--init_from=auto', *same]
     child = subprocess.Popen([*command, f'--out_dir={os.path.dirname(path)}'], env=env)
-    # either signal lets it save and end; Ctrl-C reaches it by itself
-    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: child.terminate()}
-    handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    # at either signal the child saves and ends, and this process waits: Ctrl-C reaches it by itself, SIGTERM is passed on
+    handlers = {signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
+                signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate())}
     failed = child.wait()
     for number, handler in handlers.items():
         signal.signal(number, handler)
