@@ -43,21 +43,28 @@ def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
     questions = {split: {row[0] for row in rows} for split, rows in splits.items()}
     assert max(len(q) for split in questions for q in questions[split]) <= 120
     assert len(questions['test']) == 1200 and len(questions['val']) == 600  # none twice
+    zero_steps, cases = Counter(), {split: set() for split in splits}
     for split, rows in splits.items():
         assert not any(questions[split] & questions[other] for other in splits if other != split)
         for question, steps, answer in rows:
             start, *turns = re.findall(r'\d', question)
-            assert len(turns) == 6 and turns[len(steps):] == ['0'] * (6 - len(steps))
+            assert re.fullmatch('[45]{1,6}0*', ''.join(turns)) and len(turns) == 6
             value = int(start)
             for turn, step in zip(turns, steps):
                 result = (value + int(turn)) % 3
-                assert turn in '45' and step == f'{turn}+{value}={result}'
+                assert step == f'{turn}+{value}={result}'
                 value = result
-            assert answer == str(value)
+            assert answer == str(value) and set(turns[len(steps):]) <= {'0'}
+            cases[split].add((start, *turns))
+            zero_steps[len(steps), turns[:len(steps)].count('0')] += split == 'train'
+    long = {split: {case for case in cases[split] if case[4] != '0'} for split in cases}  # four turns or more
+    assert not long['train'] & (long['val'] | long['test']) and len(long['train']) == 336 - 102
+    assert cases['train'] - long['train'] == cases['test'] - long['test'] and len(cases['test'] - long['test']) == 42
     assert set(''.join(questions['test'])) | set('\n=+') <= set(tokenizer['chars'])
     assert Counter(len(steps) for _, steps, _ in splits['test']) == dict.fromkeys(range(1, 7), 200)
     lengths = Counter(len(steps) for _, steps, _ in splits['train'])
     assert [lengths[n] / 720 for n in range(1, 7)] == pytest.approx([4, 8, 13, 19, 25, 31], abs=0.5)  # percent
+    assert [zero_steps[6, n] / lengths[6] for n in range(4)] == pytest.approx([0.6, 0.2, 0.2, 0], abs=0.02)
     assert len({re.sub(r'\d', '', question) for question in questions['test']}) > 100  # templates, names and things
     with pytest.raises(UserError, match='takes no arguments'):
         prepare('gsm_toy', '--x')
