@@ -6,6 +6,7 @@ import json
 import math
 import os
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -170,18 +171,21 @@ def answers(model, batches, slow, source):
     no block sees a later one; pass@8 draws eight answers at temperature 1."""
     asked, c, tokenizer = source.test_records(eval_rows), model.config, source.tokenizer
     longest = max(len(records.encode_question(tokenizer, record.question)) for record in asked)
+    how = {'n_mem': n_mem, 'batch_size': batch_size}
     blocks = 1
     if c.train_on in ('rim', 'pause'):
         blocks = max(c.n_blocks, min(2 * c.n_blocks, (c.block_size - longest - 8) // ((n_mem or c.n_mem) + 2)))
-    right = records.score(model, tokenizer, asked, n_blocks=blocks if blocks > 1 else 0, n_mem=n_mem)  # (n, blocks)
+        if blocks < 2 * c.n_blocks:
+            print(f'block_size = {c.block_size} has room for {blocks} blocks, not for {2 * c.n_blocks}')
+    right = records.score(model, tokenizer, asked, n_blocks=blocks if blocks > 1 else 0, **how)  # (n, blocks)
     last = right[:, min(c.n_blocks, blocks) - 1]
-    drawn = records.score(model, tokenizer, asked, every_block=False, samples=8, temperature=1.0, n_mem=n_mem)
-    steps = torch.tensor([len(record.steps) for record in asked])
-    own = right[range(len(asked)), (steps.clamp(1, blocks) - 1).tolist()]  # where stage 1 has the answer
+    drawn = records.score(model, tokenizer, asked, every_block=False, samples=8, temperature=1.0, **how)
+    steps = np.array([len(record.steps) for record in asked])
+    own = right[np.arange(len(asked)), steps.clip(1, blocks) - 1]  # where stage 1 has the answer
     numbers = {'questions': len(asked), 'accuracy': last.mean().item(), 'pass@8': drawn.any(1).mean().item(),
                'accuracy by steps': [{'steps': n, 'accuracy': last[steps == n].mean().item(), 'at the block of the last step':
                                       own[steps == n].mean().item() if blocks > 1 else None,
-                                      'questions': (steps == n).sum().item()} for n in steps.unique().tolist()]}
+                                      'questions': (steps == n).sum().item()} for n in np.unique(steps).tolist()]}
     if blocks > 1:
         numbers['any block'] = right[:, :c.n_blocks].any(1).mean().item()
         numbers['block of the last step'] = own.mean().item()
@@ -300,9 +304,14 @@ def main(argv):
     for name in ('eval_rows', 'slow_rows', 'batch_size'):
         if settings[name] < 1:
             raise UserError(f'{name} = {settings[name]}: must be at least 1')
+    for name in ('seed', 'threads'):
+        if not 0 <= settings[name] < 2 ** 63:
+            raise UserError(f'{name} = {settings[name]}: must be 0 or more, and below 2^63')
     if threads:
         torch.set_num_threads(threads)
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'))
+    if (n_mem or beside) and saved['method'] != 'rim':
+        raise UserError(f'n_mem, beside: {path} is a {saved["method"]} model, they are for models of records')
     name = dataset or saved['settings']['dataset']
     data.ensure_prepared(name)
     meta = data.read_meta(name)

@@ -18,7 +18,7 @@ out_dir = 'out/tb_small'  # the run whose checkpoint is read
 checkpoint = ''  # a checkpoint's path instead, such as out/tb_small/best.pt
 prompt = '\n'  # the text to continue
 prompt_file = ''  # a file with the text to continue instead
-num_samples = 1  # continuations, made in one batch
+num_samples = 1  # continuations or answers
 max_new_tokens = 300  # tokens per continuation
 temperature = 0.8  # 0 takes the likeliest token
 top_k = 0  # draw from the k likeliest tokens only, 0 = all

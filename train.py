@@ -33,7 +33,7 @@ method = 'gpt'  # a method of the registry below: gpt, thoughtbubbles, cyb or ri
 dataset = 'shakespeare_char'  # a folder under data/, or a path with a slash
 out_dir = 'out/run'  # checkpoints and log.jsonl
 init_from = 'scratch'  # scratch | resume | auto (resume if there is something to resume) | a checkpoint to start from
-start_config = ''  # the config file that makes init_from's checkpoint, run first where that is missing or unfinished
+start_config = ''  # the config file that makes init_from's checkpoint, run first, with this seed, where that is not there
 overwrite = False  # let a run from scratch replace an earlier run in out_dir
 seed = 1337  # of the weights, the batches and dropout
 # batches
@@ -102,6 +102,7 @@ def learning_rate_at(step, steps, peak):
 def stage_at(stages, step):
     """(name, first step, steps, peak learning rate, dropout) of the stage that `step` belongs to; the run's end belongs
     to the last stage."""
+    stages = [stage for stage in stages if stage[1]] or stages[:1]  # one without steps is none
     first = 0
     for name, steps, peak, p in stages:
         if step < first + steps:
@@ -114,26 +115,32 @@ def stage_at(stages, step):
 
 def make_start(path, start_config):
     """Run start_config, which writes the checkpoint `path`, unless that is there and, as a run's last, finished."""
+    stopped = []
+
     def finished():
-        checkpoint = load_checkpoint(path)
+        checkpoint = load_checkpoint(os.path.join(os.path.dirname(path), 'ckpt.pt'))
         return checkpoint['step'] >= checkpoint.get('total_iters', 0)
     if os.path.exists(path) and (os.path.basename(path) != 'ckpt.pt' or finished()):
         return
     state = 'not finished' if os.path.exists(path) else 'not there'
     print(f'init_from = {path!r} is {state} yet: training it with {start_config}', flush=True)
     env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
-    same = [f'--{name}={globals()[name]}' for name in ('device', 'dtype', 'compile', 'threads')]
+    same = [f'--{name}={globals()[name]}' for name in ('seed', 'device', 'dtype', 'compile', 'threads')]
     command = [sys.executable, os.path.abspath(__file__), start_config, '--init_from=auto', *same]
     child = subprocess.Popen([*command, f'--out_dir={os.path.dirname(path)}'], env=env)
+
+    def on_signal(number, _):
+        stopped.append(number)
+        if number == signal.SIGTERM:
+            child.terminate()
     # at either signal the child saves and ends, and this process waits: Ctrl-C reaches it by itself, SIGTERM is passed on
-    handlers = {signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
-                signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate())}
+    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     failed = child.wait()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     if failed:
         raise UserError(f'start_config = {start_config!r}: that run did not end well, see above')
-    if not finished():
+    if stopped or not finished():
         raise UserError(f'start_config = {start_config!r}: that run was stopped; the same command goes on with it')
     print(f'{path} is made, now the run itself', flush=True)
 
@@ -228,7 +235,8 @@ def main(argv):
             shape = starting_shape(checkpoint, init_from, model_settings, shared - set(config_class.of_the_run))
             if checkpoint['method'] == 'gpt':
                 shape.update(config_class.from_gpt)
-            shape['vocab_size'] = max(shape['vocab_size'], meta['vocab_size'])
+            # behind plain text the vocabulary may be padded; records want their special tokens as the last ones
+            shape['vocab_size'] = max(shape['vocab_size'] if meta['kind'] == 'text' else 0, meta['vocab_size'])
             check_same_tokenizer(checkpoint['meta'], meta)
             taken = [f'{f.name} = {shape[f.name]}' for f in fields(config_class)
                      if shape.get(f.name, f.default) != f.default and f.name not in model_settings]

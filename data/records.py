@@ -93,9 +93,14 @@ def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
     for split, rows in splits.items():
         if not rows:
             raise UserError(f'{folder}: no row for {split} was found in {source}')
+        lines = []
         for row in rows:
             tokenizer.encode('\n'.join([row[0], *row[1], row[2]]))
-        lines = (json.dumps(dict(zip(('question', 'steps', 'answer'), row)), ensure_ascii=False) for row in rows)
+            lines.append(json.dumps(dict(zip(('question', 'steps', 'answer'), row)), ensure_ascii=False))
+            try:
+                lines[-1].encode('utf-8')
+            except UnicodeEncodeError as e:
+                raise UserError(f'{source}: {split}, question {row[0][:60]!r} is no text ({e})') from None
         contents[split + '.jsonl'] = ('\n'.join(lines) + '\n').encode('utf-8')
         meta['crc32'][split + '.jsonl'] = zlib.crc32(contents[split + '.jsonl'])
         meta[split + '_rows'], meta[split + '_steps'] = len(rows), sum(len(row[1]) for row in rows)
@@ -120,7 +125,7 @@ def parse_jsonl(text, path):
         where = f'{path} line {n}'
         try:
             entry = json.loads(line)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise UserError(f'{where} is no JSON ({e}): mend or remove that line') from None
         yield where, check_object(entry, where)
 
@@ -224,8 +229,11 @@ class RecordBatches:
         """Records that fit, and the same as (question, steps, answer) in token ids; the others are counted."""
         kept, left_out, limits = [], Counter(), self.config
         for record in read_records(os.path.join(dataset_folder(dataset), split + '.jsonl'), meta=self.meta):
-            encoded = (encode_question(self.tokenizer, record.question),
-                       [self.tokenizer.encode(step) for step in record.steps], self.tokenizer.encode(record.answer))
+            try:
+                encoded = (encode_question(self.tokenizer, record.question),
+                           [self.tokenizer.encode(step) for step in record.steps], self.tokenizer.encode(record.answer))
+            except UserError as e:
+                raise UserError(f'{record.where}: {e}') from None
             if len(record.steps) > limits.max_steps:
                 left_out[f'they have more steps than max_steps = {limits.max_steps}'] += 1
             elif self.length(*encoded) > limits.block_size:
@@ -275,7 +283,8 @@ class RecordBatches:
         """Of the first n records of test.jsonl those that fit into block_size; those without steps are among them."""
         asked = read_records(os.path.join(dataset_folder(self.dataset), 'test.jsonl'), False, self.meta)[:n]
         limit = self.config.block_size
-        fit = [r for r in asked if self.length(encode_question(self.tokenizer, r.question), [], [0]) <= limit]
+        gold_answers(asked)
+        fit = [r for r in asked if self.length(encode_question(self.tokenizer, r.question), [], self.tokenizer.encode(r.answer)) <= limit]
         if not fit:
             raise UserError(f'dataset = {self.dataset!r}: no test question fits into block_size = {limit}')
         if len(fit) < len(asked):
@@ -311,7 +320,7 @@ def gold_answers(records):
     return numbers
 
 
-def read_answers(model, tokenizer, records, batch_size=100, **how):
+def read_answers(model, tokenizer, records, batch_size=32, **how):
     """Yield (record's number, block, sample, text) of all read-outs; how: see the model's `answers`."""
     order = sorted(range(len(records)), key=lambda i: len(records[i].question))  # little padding
     for first in range(0, len(order), batch_size):

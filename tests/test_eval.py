@@ -137,5 +137,9 @@ def test_wrong_inputs(run, dataset, tmp_path):
         evaluation.main([f'--out_dir={tmp_path}/run', f'--dataset={other}'])
     with pytest.raises(UserError, match='nowhere'):
         evaluation.main([f'--out_dir={tmp_path}/nowhere'])
+    for wrong, message in [('--threads=-1', 'threads = -1'), (f'--seed={10 ** 20}', f'seed = {10 ** 20}'),
+                           ('--n_mem=2', 'is a gpt model'), ('--beside=x', 'is a gpt model')]:
+        with pytest.raises(UserError, match=message):
+            evaluation.main([f'--out_dir={tmp_path}/run', wrong])
     with pytest.raises(UserError, match='slow_rows = 0'):
         evaluation.main([f'--out_dir={tmp_path}/run', '--slow_rows=0'])

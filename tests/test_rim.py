@@ -254,6 +254,12 @@ def test_accumulation_changes_nothing(rim_run, train_on):
             assert (weight - other['model'][name]).abs().max() < 1e-4, name
 
 
+def test_a_finished_run_without_stage_2_goes_on(rim_run):
+    rim_run(stage2_iters=0)
+    assert rim_run(init_from='resume', stage2_iters=0)['step'] == 3
+    assert rim_run(init_from='resume', stage2_iters=0, max_iters=4)['stage'] == ['stage1', 0]
+
+
 @pytest.mark.parametrize('stop', [1, 2, 4], ids=['in stage 1', 'between the stages', 'in stage 2'])
 def test_resume_is_exact_in_either_stage(rim_run, tmp_path, monkeypatch, stop):
     settings = dict(dropout=0.1, stage2_dropout=0.3, stage2_learning_rate=1e-3)
@@ -334,11 +340,13 @@ def test_a_plain_gpt_can_be_the_start_and_the_vocabulary_grows(run, dataset, tmp
     folder.mkdir()
     spec = {k: v for k, v in data.read_meta(dataset)['tokenizer'].items() if k != 'special'}
     data.write_text_dataset(str(folder), '1+2=3\n4+5=9?\n' * 40, spec, 'a test')
-    gpt = run('gpt', dataset=str(folder), block_size=48)
-    start = str(tmp_path / 'gpt' / 'ckpt.pt')
-    new = run('rim', method='rim', block_size=48, n_blocks=2, max_iters=0, stage2_iters=0, init_from=start)
-    old = gpt['model']['wte.weight']
-    assert len(new['model']['wte.weight']) == len(old) + 4 and torch.equal(new['model']['wte.weight'][:-4], old)
+    text, padding = len(spec['chars']), 9
+    for name, shape in [('gpt', {}), ('padded', dict(vocab_size=text + padding))]:
+        old = run(name, dataset=str(folder), block_size=48, **shape)['model']['wte.weight']
+        new = run('rim_' + name, method='rim', block_size=48, n_blocks=2, max_iters=0, stage2_iters=0,
+                  init_from=str(tmp_path / name / 'ckpt.pt'))['model']['wte.weight']
+        assert len(old) == text + bool(shape) * padding and len(new) == text + 4 and torch.equal(new[:-4], old[:text])
+        assert not shape or not torch.equal(new[-4:], old[text:text + 4])
 
 
 @pytest.mark.parametrize('tied', [True, False])
@@ -508,10 +516,12 @@ def test_numbers_of_answers(dataset, monkeypatch):
     source = batches(dataset, n_blocks=2)
     right, drawn, calls = torch.rand(10, 4) > 0.5, torch.rand(10, 1) > 0.5, []
     monkeypatch.setattr(evaluation, 'eval_rows', 10)
+    monkeypatch.setattr(evaluation, 'batch_size', 5)
     monkeypatch.setattr(records, 'score', lambda model, tokenizer, asked, **how: (
         calls.append(how), (drawn if 'samples' in how else right).numpy())[1])
     got = evaluation.answers(tiny(vocab_size=source.config.vocab_size, n_blocks=2), [], [], source)
-    assert calls == [dict(n_blocks=4, n_mem=0), dict(every_block=False, samples=8, temperature=1.0, n_mem=0)]
+    how = dict(n_mem=0, batch_size=5)
+    assert calls == [dict(n_blocks=4, **how), dict(every_block=False, samples=8, temperature=1.0, **how)]
     n_steps = [len(record.steps) for record in source.test_records(10)]
     assert got['accuracy'] == pytest.approx(right[:, 1].double().mean().item())
     assert got['any block'] == pytest.approx(right[:, :2].any(1).double().mean().item())
@@ -555,6 +565,13 @@ def test_models_side_by_side(rim_run, run, dataset, tmp_path, monkeypatch):
         evaluation.main([f'--out_dir={tmp_path}/rim', f'--beside={tmp_path}/gpt'])
     with pytest.raises(UserError, match='nowhere is not there'):
         evaluation.main([f'--out_dir={tmp_path}/rim', f'--beside={tmp_path}/nowhere'])
+
+
+def test_one_question(rim_run, tmp_path):
+    rim_run()
+    evaluation.main([f'--out_dir={tmp_path}/run', '--eval_rows=1', '--device=cpu'])
+    with open(tmp_path / 'run' / 'eval.json', encoding='utf-8') as f:
+        assert json.load(f)['questions'] == 1
 
 
 @torch.no_grad()
@@ -620,6 +637,12 @@ def test_wrong_data_sets(run, rim_run, dataset, tmp_path):
         rim_run()
 
 
+def test_positions_that_would_never_be_learned(rim_run, tmp_path):
+    rim_run('short', train_on='sft', learned_positions=True)
+    with pytest.raises(UserError, match='block_size = 64: .* has 48 positions, and with lora_rank'):
+        rim_run('long', init_from=str(tmp_path / 'short' / 'ckpt.pt'), lora_rank=2, block_size=64)
+
+
 def test_records_with_too_many_steps_or_tokens_are_left_out_and_counted(dataset, capsys):
     assert len(batches(dataset, max_steps=2).records['train']) == 33
     out = capsys.readouterr().out
@@ -631,7 +654,7 @@ def test_records_with_too_many_steps_or_tokens_are_left_out_and_counted(dataset,
 
 
 @pytest.mark.parametrize('line, message', [
-    ('{"question": "1?", "steps": ["1"]', r'line 2 is no JSON'), ('[1]', r'line 2 is .\[1\]., not an object'),
+    ('{"question": "1?", "steps": ["1"]', r'line 2 is no JSON'), ('[' * 10 ** 5, r'line 2 is no JSON'), ('[1]', r'line 2 is .\[1\]., not an object'),
     ('{"question": "1?", "steps": ["1"]}', 'line 2: answer = None'),
     ('{"steps": ["1"], "answer": "1"}', 'line 2: question = None'),
     ('{"question": "1?", "answer": "1"}', 'line 2: steps = None'),
@@ -644,6 +667,13 @@ def test_broken_records_are_named_by_their_line(dataset, line, message):
         lines = f.read().split('\n')
     data.write_file(path, '\n'.join([lines[0], line, *lines[1:]]))
     with pytest.raises(UserError, match=message):
+        batches(dataset)
+
+
+def test_a_character_that_the_tokenizer_lacks_is_named_by_its_line(dataset, monkeypatch):
+    read = records.read_records
+    monkeypatch.setattr(records, 'read_records', lambda *a, **k: [records.Record('x?', ['1'], '1', 'here'), *read(*a, **k)])
+    with pytest.raises(UserError, match="^here: .*'x'"):
         batches(dataset)
 
 
@@ -663,6 +693,14 @@ def test_a_missing_start_is_trained_first(rim_run, tmp_path, dataset, capfd):
     with pytest.raises(UserError, match='n_blocks = 0'):
         rim_run('five', init_from=start + '.new', start_config=str(config), n_blocks=0)
     assert 'yet: training it' not in capfd.readouterr().out
+    best = str(tmp_path / 'best' / 'best.pt')  # of step 0, since nothing changes
+    config.write_text(config.read_text() + 'learning_rate, min_lr = 0.0, 0.0\n', encoding='utf-8')
+    rim_run('best of one', init_from=best, start_config=str(config), seed=5)
+    assert load_checkpoint(best)['step'] == 0 and load_checkpoint(best)['settings']['seed'] == 5
+    config.write_text('import os, signal\nos.kill(os.getppid(), signal.SIGINT)\n' + config.read_text(), encoding='utf-8')
+    with pytest.raises(UserError, match='that run was stopped; the same command goes on with it'):  # though it went on
+        rim_run('six', init_from=str(tmp_path / 'late' / 'ckpt.pt'), start_config=str(config))
+    assert load_checkpoint(str(tmp_path / 'late' / 'ckpt.pt'))['step'] == 3
     config.write_text('method = 1\n', encoding='utf-8')
     os.remove(start)
     with pytest.raises(UserError, match='that run did not end well'):

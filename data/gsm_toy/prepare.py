@@ -1,14 +1,14 @@
 """Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with three digits, the same for the same seed.
 
-Ann's dial is at 1, turns 4 5 0 0 0 0. Where?   steps 4+1=2, 5+2=1          answer 1
-A lock shows 0, turns 5 4 0 0 0 0. It is?       steps 5+0=2, 4+2=0, 0+0=0   answer 0
+Ann's dial is at 1, turns 4 5 0 0 0 0. Where?   steps 4+1=2, 5+2=1                 answer 1
+A lock shows 0, turns 5 4 4 0 0 0. It is?       steps 5+0=2, 4+2=0, 4+0=1, 0+1=1   answer 1
 
 After 2 comes 0 again, and each turn moves the dial on by one or two digits: whoever leaves out a turn knows little.
 Every problem tells six turns, the last ones may be 0: so they stand where a small model finds them. A step begins with
-its turn and an answer with a digit of the dial: a memory block has to know which of the two comes next. Two problems in
-five write a 0 or two down as steps: so blocks learn in stage 1 to hand a value on, as in stage 2 those after the last
-turn have to. Few training problems are short: where each length is as frequent, a model that is taught answers alone
-climbs from short to long.
+its turn and an answer with a digit of the dial: a memory block has to know which of the two comes next. Of the problems
+with four steps and more, two in five end in a step or two that add 0: from them blocks learn in stage 1 to hand a value
+on, as in stage 2 all of them after the last step have to. Few training problems are short: where they are frequent, a
+model that is taught answers alone climbs from short to long.
 
 No question occurs in two of train, val and test. Three starts and six turns of two kinds make only 378 cases: of the 336
 with four turns and more 102 are kept for val and test, which have no others of them, so that accuracy on the longest
@@ -28,8 +28,8 @@ SMALL = True  # train.py prepares it by itself
 SEED = 1
 ROWS = {'test': 1200, 'val': 600, 'train': 72000}
 MAX_STEPS, DIGITS, TURNS = 6, 3, (4, 5)  # no turn looks like a digit of the dial
-ZERO_STEPS = (0, 0, 0, 1, 2)  # so many steps, one of these at random, add 0; the first step never does
-TRAIN_SHARES = (4, 8, 13, 19, 25, 31)  # percent of the training problems by steps; in val and test each is as frequent
+ZERO_STEPS = (0, 0, 0, 1, 2)  # how many of the last steps add 0: one of these at random
+TRAIN_SHARES = (3, 6, 11, 18, 27, 35)  # percent of the training problems by steps; in val and test each is as frequent
 
 NAMES = ['Ann', 'Bob', 'Dan', 'Eve', 'Gus', 'Ivo', 'Kim', 'Lea', 'Max', 'Zoe']
 THINGS = ['dial', 'disk', 'gear', 'knob', 'lock', 'ring']
@@ -39,7 +39,7 @@ QUESTIONS = ['. Where?', '. It is?']
 
 def make_problem(rng, n_steps):
     """(question, steps, answer) with n_steps calculations."""
-    n_turns = max(1, n_steps - rng.choice(ZERO_STEPS))
+    n_turns = n_steps - rng.choice(ZERO_STEPS) if n_steps > 3 else n_steps
     start, turns = rng.randrange(DIGITS), [rng.choice(TURNS) if i < n_turns else 0 for i in range(MAX_STEPS)]
     opening = rng.choice(OPENINGS).format(name=rng.choice(NAMES), thing=rng.choice(THINGS), n=start)
     question = f'{opening}, turns {" ".join(map(str, turns))}{rng.choice(QUESTIONS)}'
