@@ -184,10 +184,10 @@ class RiM(GPT):
 
     def load_pretrained(self, state):
         """As GPT's, but what pads a plain GPT's vocabulary gives way to the special tokens."""
-        V, positions = self.config.vocab_size, self.config.block_size
-        if self.config.lora_rank and 'wpe.weight' in state and len(state['wpe.weight']) < positions:
-            raise UserError(f'block_size = {positions}: the checkpoint to start from has {len(state["wpe.weight"])} positions, '
-                            'and with lora_rank no further ones are learned; leave block_size or lora_rank out')
+        V, T, old = self.config.vocab_size, self.config.block_size, len(state.get('wpe.weight', ()))
+        if self.config.lora_rank and 0 < old < T:
+            raise UserError(f'block_size = {T}: the checkpoint to start from has {old} positions, and with lora_rank no '
+                            'further ones are learned; leave block_size or lora_rank out')
         return super().load_pretrained({name: tensor[:self.special[0]] if name in TOKEN_ROWS and len(tensor) > V else tensor
                                         for name, tensor in state.items()})
 
@@ -195,8 +195,7 @@ class RiM(GPT):
         """idx (B,S) -> (logits (B,S,V), None), or with targets (B,S), -1 = none, and weights (B,S): (None, loss), the
         weighted nll in nats summed over a row, mean over rows.
 
-        positions (B,S), by default 0..S-1. readout (B,S): see memory_mask; by default attention is causal. Coconut
-        has no defaults for them.
+        positions (B,S), by default 0..S-1. readout (B,S): see memory_mask; by default causal. Coconut needs both.
         """
         mask = None if readout is None else memory_mask(readout)
         if self.config.train_on == 'coconut':

@@ -284,7 +284,8 @@ class RecordBatches:
         asked = read_records(os.path.join(dataset_folder(self.dataset), 'test.jsonl'), False, self.meta)[:n]
         limit = self.config.block_size
         gold_answers(asked)
-        fit = [r for r in asked if self.length(encode_question(self.tokenizer, r.question), [], self.tokenizer.encode(r.answer)) <= limit]
+        encode = self.tokenizer.encode
+        fit = [r for r in asked if self.length(encode_question(self.tokenizer, r.question), [], encode(r.answer)) <= limit]
         if not fit:
             raise UserError(f'dataset = {self.dataset!r}: no test question fits into block_size = {limit}')
         if len(fit) < len(asked):
