@@ -136,9 +136,7 @@ def main(argv):
     settings, _, _ = config.load(__file__, argv)
     if settings['part'] not in ('all', *PARTS):
         raise UserError(f'part = {settings["part"]!r}: choose all, {", ".join(PARTS)}')
-    for name in ('rounds', 'batch_size', 'threads'):
-        if settings[name] < 1:
-            raise UserError(f'{name} = {settings[name]}: must be at least 1')
+    config.check_range(settings, 'rounds batch_size threads')
     settings['device'] = choose_device(settings['device'])[0]
     globals().update(settings)
     torch.set_num_threads(threads)

@@ -301,12 +301,8 @@ def open_model(path):
 def main(argv):
     settings, *_ = config.load(__file__, argv)
     globals().update(settings)
-    for name in ('eval_rows', 'slow_rows', 'batch_size'):
-        if settings[name] < 1:
-            raise UserError(f'{name} = {settings[name]}: must be at least 1')
-    for name in ('seed', 'threads'):
-        if not 0 <= settings[name] < 2 ** 63:
-            raise UserError(f'{name} = {settings[name]}: must be 0 or more, and below 2^63')
+    config.check_range(settings, 'eval_rows slow_rows batch_size')
+    config.check_range(settings, 'seed threads', 0, 2 ** 63)
     if threads:
         torch.set_num_threads(threads)
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'))

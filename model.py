@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from config import UserError
+from config import UserError, check_range
 
 
 GREEDY = 1e-6  # below this temperature the likeliest token is taken: dividing by it might overflow
@@ -35,16 +35,13 @@ class GPTConfig:
     row_settings = ('block_size',)  # what the length of a row is the product of
 
     def __post_init__(self):
-        for name in ('block_size', 'n_layer', 'n_head', 'n_embd'):
-            if getattr(self, name) < 1:
-                raise UserError(f'{name} = {getattr(self, name)}: must be at least 1')
+        check_range(vars(self), 'block_size n_layer n_head n_embd')
+        check_range(vars(self), 'dropout', 0, 1)
         step = self.n_head * (1 if self.learned_positions else 2)  # rotary positions turn pairs of channels
         if self.n_embd % step:
             raise UserError(f'n_embd = {self.n_embd} is not divisible by n_head = {self.n_head}'
                             + ('' if self.learned_positions else ' into heads of even width')
                             + f': try n_embd = {max(step, self.n_embd // step * step)}')
-        if not 0 <= self.dropout < 1:
-            raise UserError(f'dropout = {self.dropout}: must be in [0, 1)')
         if self.rope_base <= 1:
             raise UserError(f'rope_base = {self.rope_base}: must be above 1')
 

@@ -8,7 +8,6 @@ and blocks are one prefill, and the answer is decoded after the last block.
 The baselines share this file: direct answers, written steps, blocks without stage 1, and Coconut (arXiv 2412.06769).
 Shapes: B rows, S tokens of a row, C width, V vocabulary, K memory blocks, M memory tokens per block.
 """
-import math
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from config import UserError
+from config import UserError, check_range
 from data import records
 from model import GPT, GPTConfig, KVCache, check_sampling, left_pad, sample_token
 
@@ -51,14 +50,9 @@ class RiMConfig(GPTConfig):
             raise UserError(f'train_on = {self.train_on!r}: choose one of {", ".join(TRAIN_ON)}')
         if self.anneal not in ('relative', 'uniform', 'none'):
             raise UserError(f'anneal = {self.anneal!r}: choose relative, uniform or none')
-        for name in ('n_blocks', 'n_mem', 'max_steps', 'coconut_stages', 'thoughts_per_stage'):
-            if getattr(self, name) < 1:
-                raise UserError(f'{name} = {getattr(self, name)}: must be at least 1')
-        for name in ('epochs', 'stage2_iters', 'stage2_epochs', 'stage2_learning_rate', 'lora_rank'):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f'{name} = {getattr(self, name)}: must be 0 or more')
-        if not 0 <= self.stage2_dropout < 1:
-            raise UserError(f'stage2_dropout = {self.stage2_dropout}: must be in [0, 1)')
+        check_range(vars(self), 'n_blocks n_mem max_steps coconut_stages thoughts_per_stage')
+        check_range(vars(self), 'epochs stage2_iters stage2_epochs stage2_learning_rate lora_rank', 0)
+        check_range(vars(self), 'stage2_dropout', 0, 1)
 
 
 # --- rows ---

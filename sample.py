@@ -58,11 +58,8 @@ def coloured(tokenizer, tokens, effort, unit, terminal):
 def main(argv):
     settings, _, given = config.load(__file__, argv)
     globals().update(settings)
-    for name in ('num_samples', 'max_new_tokens'):
-        if settings[name] < 1:
-            raise UserError(f'{name} = {settings[name]}: must be at least 1')
-    if not 0 <= seed < 2 ** 63:
-        raise UserError(f'seed = {seed}: must be from 0 to 2^63 - 1')
+    config.check_range(settings, 'num_samples max_new_tokens')
+    config.check_range(settings, 'seed', 0, 2 ** 63)
     path = checkpoint or f'{out_dir}/ckpt.pt'
     saved = load_checkpoint(path)
     model = build_model(saved, path).to(choose_device(device)[0]).eval()

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from config import UserError
+from config import UserError, check_range
 from model import GPT, GPTConfig
 
 MIN_LOG_SCORE = -20.0  # no single fork or keep score falls below exp(-20): no live stream ever looks like padding
@@ -41,8 +41,7 @@ class ThoughtbubblesConfig(GPTConfig):
             raise UserError(f'keep_bias = {self.keep_bias}: must be a number')
         if self.merge not in ('probs', 'residual', 'rightmost'):
             raise UserError(f'merge = {self.merge!r}: choose probs, residual or rightmost')
-        if self.copies < 1:
-            raise UserError(f'copies = {self.copies}: must be at least 1')
+        check_range(vars(self), 'copies')
 
 
 def select(log_p, src, scores, limit, random=False):

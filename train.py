@@ -159,19 +159,12 @@ def main(argv):
         settings, changes = merge_resumed(settings, model_settings, given, checkpoint)
     globals().update(settings)  # from here on `learning_rate` is the configured one
     config_class, model_class, batch_class = registered(checkpoint, ckpt_path) if resume else METHODS[method]
-    for name in ('batch_size', 'grad_accum', 'eval_interval', 'eval_rows', 'log_interval'):
-        if settings[name] < 1:
-            raise UserError(f'{name} = {settings[name]}: must be at least 1')
-    for name in ('max_iters', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip', 'seed', 'threads'):
-        if not 0 <= settings[name] < math.inf:
-            raise UserError(f'{name} = {settings[name]}: must be 0 or more')
+    config.check_range(settings, 'batch_size grad_accum eval_interval eval_rows log_interval')
+    config.check_range(settings, 'max_iters learning_rate min_lr warmup_iters weight_decay grad_clip threads', 0)
+    config.check_range(settings, 'beta1 beta2', 0, 1)
+    config.check_range(settings, 'seed', 0, 2 ** 63)
     if min_lr > learning_rate:
         raise UserError(f'min_lr = {min_lr} is above learning_rate = {learning_rate}: lower it too')
-    if seed >= 2 ** 63:
-        raise UserError(f'seed = {seed}: must be below 2^63')
-    for name in ('beta1', 'beta2'):
-        if not 0 <= settings[name] < 1:
-            raise UserError(f'{name} = {settings[name]}: must be in [0, 1)')
     begun = [path for path in (ckpt_path, best_path, log_path) if os.path.exists(path) and os.path.getsize(path)]
     if start == 'auto' and start_config and not resume:
         raise UserError(f'init_from = auto: nothing to resume in {out_dir!r}, and this run starts from what {start_config} '

@@ -19,6 +19,14 @@ class UserError(ValueError):
     """A setting, file or input is at fault. The message is one line for the user: what, which value, the way out."""
 
 
+def check_range(settings, names, low=1, below=math.inf):
+    """Raises UserError for the first of the names (separated by spaces) whose value in settings is not in [low, below)."""
+    for name in names.split():
+        if not low <= settings[name] < below:  # nan and inf are in no range
+            top = '' if below == math.inf else f' and below {below}'
+            raise UserError(f'{name} = {settings[name]}: must be at least {low}{top}')
+
+
 # name = value  # comment, or name: type = value  # comment
 SETTING = re.compile(r'^ *([a-z]\w*|[A-Z])(?:: [^=]+?)? = (.+?) +# (.+)$', re.MULTILINE)
 TYPE_NAMES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',

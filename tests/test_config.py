@@ -1,5 +1,6 @@
 """Settings: where they come from, their types, and what is said about wrong ones."""
 import dataclasses
+import math
 import os
 
 import pytest
@@ -136,3 +137,13 @@ def test_run_turns_a_user_error_into_one_line(capsys):
     with pytest.raises(SystemExit) as stopped:
         config.run(main)
     assert stopped.value.code == 1 and capsys.readouterr().err == 'error: steps = 3: too few\n'
+
+
+def test_ranges():
+    config.check_range(dict(a=1, b=0.5, c=7), 'a c')
+    config.check_range(dict(a=0, b=0.5), 'a b', 0, 1)
+    for settings, low, below, message in [(dict(a=0), 1, math.inf, 'a = 0: must be at least 1$'),
+                                          (dict(a=1.0), 0, 1, 'a = 1.0: must be at least 0 and below 1$'),
+                                          (dict(a=math.nan), 0, math.inf, 'a = nan'), (dict(a=math.inf), 0, math.inf, 'a = inf')]:
+        with pytest.raises(UserError, match=message):
+            config.check_range(settings, 'a', low, below)
