@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict, fields
@@ -20,8 +19,8 @@ from tqdm import tqdm
 import config
 import data
 from config import UserError
-from config.checkpoint import (VERSION, check_same_tokenizer, first_line, load_checkpoint, load_optimizer, merge_resumed,
-                               read_log, save_checkpoint, starting_shape)
+from config.checkpoint import (VERSION, check_same_tokenizer, first_line, load_checkpoint, load_optimizer, make_start,
+                               merge_resumed, read_log, save_checkpoint, starting_shape)
 from config.machine import check_memory, choose_compile, choose_device, choose_dtype, peak_flops
 from cyb import CYB, CYBConfig
 from model import GPT, GPTConfig
@@ -113,38 +112,6 @@ def stage_at(stages, step):
     return name, first, steps, peak, p
 
 
-def make_start(path, start_config):
-    """Run start_config, which writes the checkpoint `path`, unless that is there and, as a run's last, finished."""
-    stopped = []
-
-    def finished():
-        checkpoint = load_checkpoint(os.path.join(os.path.dirname(path), 'ckpt.pt'))
-        return checkpoint['step'] >= checkpoint.get('total_iters', 0)
-    if os.path.exists(path) and (os.path.basename(path) != 'ckpt.pt' or finished()):
-        return
-    state = 'not finished' if os.path.exists(path) else 'not there'
-    print(f'init_from = {path!r} is {state} yet: training it with {start_config}', flush=True)
-    env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
-    same = [f'--{name}={globals()[name]}' for name in ('seed', 'device', 'dtype', 'compile', 'threads')]
-    command = [sys.executable, os.path.abspath(__file__), start_config, '--init_from=auto', *same]
-    child = subprocess.Popen([*command, f'--out_dir={os.path.dirname(path)}'], env=env)
-
-    def on_signal(number, _):
-        stopped.append(number)
-        if number == signal.SIGTERM:
-            child.terminate()
-    # at either signal the child saves and ends, and this process waits: Ctrl-C reaches it by itself, SIGTERM is passed on
-    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    failed = child.wait()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    if failed:
-        raise UserError(f'start_config = {start_config!r}: that run did not end well, see above')
-    if stopped or not finished():
-        raise UserError(f'start_config = {start_config!r}: that run was stopped; the same command goes on with it')
-    print(f'{path} is made, now the run itself', flush=True)
-
-
 def main(argv):
     settings, model_settings, given = config.load(__file__, argv, {name: entry[0] for name, entry in METHODS.items()})
     ckpt_path, best_path, log_path = (os.path.join(settings['out_dir'], name)
@@ -213,7 +180,8 @@ def main(argv):
     if is_main:
         data.ensure_prepared(dataset)
         if start_config and not resume and init_from not in ('scratch', 'auto'):
-            make_start(init_from, start_config)
+            make_start(init_from, start_config, __file__,
+                       {name: settings[name] for name in ('seed', 'device', 'dtype', 'compile', 'threads')})
     if ddp:
         dist.barrier()
     meta = data.read_meta(dataset)

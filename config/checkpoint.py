@@ -1,6 +1,9 @@
 """Checkpoints: all that sampling and resuming need, in plain containers and tensors, written whole or not at all."""
 import json
 import os
+import signal
+import subprocess
+import sys
 import zipfile
 
 import torch
@@ -130,3 +133,36 @@ def check_same_tokenizer(old, new):
     old, new = ({k: v for k, v in meta['tokenizer'].items() if k != 'special'} for meta in (old, new))
     if old != new:
         raise UserError('init_from: the checkpoint was trained with another tokenizer than the data set has')
+
+
+def make_start(path, start_config, script, settings):
+    """Let script (train.py) run start_config with these settings, which writes the checkpoint `path`, unless that is
+    there and, as a run's last, finished. Raises UserError if that run fails or is stopped."""
+    stopped = []
+
+    def finished():
+        checkpoint = load_checkpoint(os.path.join(os.path.dirname(path), 'ckpt.pt'))
+        return checkpoint['step'] >= checkpoint.get('total_iters', 0)
+    if os.path.exists(path) and (os.path.basename(path) != 'ckpt.pt' or finished()):
+        return
+    state = 'not finished' if os.path.exists(path) else 'not there'
+    print(f'init_from = {path!r} is {state} yet: training it with {start_config}', flush=True)
+    env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
+    settings = {'init_from': 'auto', 'out_dir': os.path.dirname(path), **settings}
+    child = subprocess.Popen([sys.executable, os.path.abspath(script), start_config,
+                              *(f'--{name}={value}' for name, value in settings.items())], env=env)
+
+    def on_signal(number, _):
+        stopped.append(number)
+        if number == signal.SIGTERM:
+            child.terminate()
+    # at either signal the child saves and ends, and this process waits: Ctrl-C reaches it by itself, SIGTERM is passed on
+    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    failed = child.wait()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if failed:
+        raise UserError(f'start_config = {start_config!r}: that run did not end well, see above')
+    if stopped or not finished():
+        raise UserError(f'start_config = {start_config!r}: that run was stopped; the same command goes on with it')
+    print(f'{path} is made, now the run itself', flush=True)
