@@ -101,7 +101,7 @@ def learning_rate_at(step, steps, peak):
 def stage_at(stages, step):
     """(name, first step, steps, peak learning rate, dropout) of the stage that `step` belongs to; the run's end belongs
     to the last stage."""
-    stages = [stage for stage in stages if stage[1]] or stages[:1]  # one without steps is none
+    stages = [stage for stage in stages if stage[1]] or stages[:1]  # one without steps never begins
     first = 0
     for name, steps, peak, p in stages:
         if step < first + steps:

@@ -83,7 +83,7 @@ def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
     """Write {split: [(question, steps, answer)]} as JSONL and, last, meta.json: a folder with meta.json is complete.
 
     left_out: {reason: count} of rows that the source has and the data set has not; printed and kept in meta.json.
-    Raises UserError if a split is empty or has a character that the tokenizer lacks.
+    Raises UserError if a split is empty, has a character that the tokenizer lacks, or is no text.
     """
     tokenizer_spec = {**tokenizer_spec, 'special': SPECIAL}
     tokenizer = Tokenizer(tokenizer_spec)
@@ -96,12 +96,12 @@ def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
         lines = []
         for row in rows:
             tokenizer.encode('\n'.join([row[0], *row[1], row[2]]))
-            lines.append(json.dumps(dict(zip(('question', 'steps', 'answer'), row)), ensure_ascii=False))
+            line = json.dumps(dict(zip(('question', 'steps', 'answer'), row)), ensure_ascii=False)
             try:
-                lines[-1].encode('utf-8')
-            except UnicodeEncodeError as e:
+                lines.append(line.encode('utf-8') + b'\n')
+            except UnicodeEncodeError as e:  # JSON can hold half of a character, a file cannot
                 raise UserError(f'{source}: {split}, question {row[0][:60]!r} is no text ({e})') from None
-        contents[split + '.jsonl'] = ('\n'.join(lines) + '\n').encode('utf-8')
+        contents[split + '.jsonl'] = b''.join(lines)
         meta['crc32'][split + '.jsonl'] = zlib.crc32(contents[split + '.jsonl'])
         meta[split + '_rows'], meta[split + '_steps'] = len(rows), sum(len(row[1]) for row in rows)
     announce(folder, meta)
@@ -283,9 +283,9 @@ class RecordBatches:
         """Of the first n records of test.jsonl those that fit into block_size; those without steps are among them."""
         asked = read_records(os.path.join(dataset_folder(self.dataset), 'test.jsonl'), False, self.meta)[:n]
         limit = self.config.block_size
-        gold_answers(asked)
-        encode = self.tokenizer.encode
-        fit = [r for r in asked if self.length(encode_question(self.tokenizer, r.question), [], encode(r.answer)) <= limit]
+        gold_answers(asked)  # an answer that is no number is named as such, not by its characters
+        fit = [r for r in asked if self.length(encode_question(self.tokenizer, r.question), [],
+                                               self.tokenizer.encode(r.answer)) <= limit]
         if not fit:
             raise UserError(f'dataset = {self.dataset!r}: no test question fits into block_size = {limit}')
         if len(fit) < len(asked):

@@ -106,7 +106,8 @@ def test_gsm8k_marks_become_steps(prepare, tmp_path):
 def test_half_a_character_is_no_text(tmp_path):
     half = '\ud800'  # JSON can write it
     with pytest.raises(UserError, match='file: train, question .* is no text'):
-        records.write_record_dataset(str(tmp_path), {'train': [(half, ['1'], '1')]}, {'kind': 'char', 'chars': list('1\n' + half)}, 'file')
+        records.write_record_dataset(str(tmp_path), {'train': [(half, ['1'], '1')]},
+                                     {'kind': 'char', 'chars': ['1', '\n', half]}, 'file')
 
 
 def test_gsm8k_aug_as_text_and_as_json(prepare, tmp_path):

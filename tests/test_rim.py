@@ -512,7 +512,7 @@ def test_sampling_and_evaluation(rim_run, dataset, tmp_path, capsys, train_on):
         assert numbers['accuracy by blocks'][1]['accuracy'] == numbers['accuracy'] <= numbers['any block']
 
 
-def test_numbers_of_answers(dataset, monkeypatch):
+def test_numbers_of_answers(dataset, monkeypatch, capsys):
     source = batches(dataset, n_blocks=2)
     right, drawn, calls = torch.rand(10, 4) > 0.5, torch.rand(10, 1) > 0.5, []
     monkeypatch.setattr(evaluation, 'eval_rows', 10)
@@ -532,16 +532,25 @@ def test_numbers_of_answers(dataset, monkeypatch):
     own = {row['steps']: row['at the block of the last step'] for row in got['accuracy by steps']}
     assert own[3] == pytest.approx(right[[n == 3 for n in n_steps], 2].double().mean().item())
     assert [row['accuracy'] for row in got['accuracy by blocks']] == pytest.approx(right.double().mean(0).tolist())
+    longest = max(len(record.question) + 1 for record in source.test_records(10))
+    short = tiny(vocab_size=source.config.vocab_size, n_blocks=2, block_size=longest + 3 * 4 + 8)  # 8 for the answer
+    assert len(evaluation.answers(short, [], [], source)['accuracy by blocks']) == calls[2]['n_blocks'] == 3
+    assert f'block_size = {longest + 20} has room for 3 blocks, not for 4' in capsys.readouterr().out
 
 
 def test_test_questions_that_do_not_fit_are_left_out_and_counted(dataset, capsys, monkeypatch):
     source, read = batches(dataset, train_on='sft'), records.read_records
     monkeypatch.setattr(records, 'read_records', lambda *a: [records.Record('12+1?', [], '13', ''), *read(*a)])
+    source.config.block_size = 7  # '12+1?' and its line break leave room for half its answer
+    assert len(source.test_records(10)) == 9 and '1 of 10 test questions are left out' in capsys.readouterr().out
+    source.config.block_size = 8
+    assert len(source.test_records(10)) == 10
     source.config.block_size = 5  # '1+1?' and its line break fill it
     with pytest.raises(UserError, match='no test question fits into block_size = 5'):
         source.test_records(10)
-    source.config.block_size = 6
-    assert len(source.test_records(10)) == 9 and '1 of 10 test questions are left out' in capsys.readouterr().out
+    monkeypatch.setattr(records, 'read_records', lambda *a: [records.Record('1+1?', [], 'many', 'here')])
+    with pytest.raises(UserError, match="here: answer = 'many' is no number"):
+        source.test_records(10)
 
 
 def test_models_side_by_side(rim_run, run, dataset, tmp_path, monkeypatch):
@@ -654,7 +663,8 @@ def test_records_with_too_many_steps_or_tokens_are_left_out_and_counted(dataset,
 
 
 @pytest.mark.parametrize('line, message', [
-    ('{"question": "1?", "steps": ["1"]', r'line 2 is no JSON'), ('[' * 10 ** 5, r'line 2 is no JSON'), ('[1]', r'line 2 is .\[1\]., not an object'),
+    ('{"question": "1?", "steps": ["1"]', r'line 2 is no JSON'), ('[' * 10 ** 5, r'line 2 is no JSON'),
+    ('[1]', r'line 2 is .\[1\]., not an object'),
     ('{"question": "1?", "steps": ["1"]}', 'line 2: answer = None'),
     ('{"steps": ["1"], "answer": "1"}', 'line 2: question = None'),
     ('{"question": "1?", "answer": "1"}', 'line 2: steps = None'),

@@ -6,9 +6,9 @@ A lock shows 0, turns 5 4 4 0 0 0. It is?       steps 5+0=2, 4+2=0, 4+0=1, 0+1=1
 After 2 comes 0 again, and each turn moves the dial on by one or two digits: whoever leaves out a turn knows little.
 Every problem tells six turns, the last ones may be 0: so they stand where a small model finds them. A step begins with
 its turn and an answer with a digit of the dial: a memory block has to know which of the two comes next. Of the problems
-with four steps and more, two in five end in a step or two that add 0: from them blocks learn in stage 1 to hand a value
-on, as in stage 2 all of them after the last step have to. Few training problems are short: where they are frequent, a
-model that is taught answers alone climbs from short to long.
+with four steps and more, about two in five end in a step or two that add 0: from them blocks learn in stage 1 to hand a
+value on, as in stage 2 all of them after the last step have to. Few training problems are short: from these a model that
+is taught answers alone climbs to longer ones.
 
 No question occurs in two of train, val and test. Three starts and six turns of two kinds make only 378 cases: of the 336
 with four turns and more 102 are kept for val and test, which have no others of them, so that accuracy on the longest
