@@ -10,6 +10,6 @@ n_blocks = 6
 n_mem = 2
 max_iters = 3000
 eval_interval = 500
-stage2_iters = 1500
+stage2_iters = 1000
 stage2_learning_rate = 5e-4
 stage2_dropout = 0.0  # one epoch at most, so there is nothing to overfit

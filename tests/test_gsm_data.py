@@ -48,23 +48,23 @@ def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
         assert not any(questions[split] & questions[other] for other in splits if other != split)
         for question, steps, answer in rows:
             start, *turns = re.findall(r'\d', question)
-            assert re.fullmatch('[45]{1,6}0*', ''.join(turns)) and len(turns) == 6
+            assert re.fullmatch('[56]{1,6}0*', ''.join(turns)) and len(turns) == 6
             value = int(start)
             for turn, step in zip(turns, steps):
-                result = (value + int(turn)) % 3
+                result = (value + int(turn)) % 4
                 assert step == f'{turn}+{value}={result}'
                 value = result
             assert answer == str(value) and set(turns[len(steps):]) <= {'0'}
             cases[split].add((start, *turns))
             zero_steps[len(steps), turns[:len(steps)].count('0')] += split == 'train'
     long = {split: {case for case in cases[split] if case[4] != '0'} for split in cases}  # four turns or more
-    assert not long['train'] & (long['val'] | long['test']) and len(long['train']) == 336 - 102
-    assert cases['train'] - long['train'] == cases['test'] - long['test'] and len(cases['test'] - long['test']) == 42
+    assert not long['train'] & (long['val'] | long['test']) and len(long['train']) == 448 - 91
+    assert cases['train'] - long['train'] == cases['test'] - long['test'] and len(cases['test'] - long['test']) == 56
     assert set(''.join(questions['test'])) | set('\n=+') <= set(tokenizer['chars'])
     assert Counter(len(steps) for _, steps, _ in splits['test']) == dict.fromkeys(range(1, 7), 200)
     lengths = Counter(len(steps) for _, steps, _ in splits['train'])
-    assert [lengths[n] / 720 for n in range(1, 7)] == pytest.approx([3, 6, 11, 18, 27, 35], abs=0.5)  # percent
-    for steps, shares in [(3, [1, 0, 0, 0]), (6, [0.6, 0.2, 0.2, 0])]:
+    assert [lengths[n] / 720 for n in range(1, 7)] == pytest.approx([1, 3, 6, 15, 30, 45], abs=0.5)  # percent
+    for steps, shares in [(4, [1, 0, 0, 0]), (5, [0.6, 0.4, 0, 0]), (6, [0.6, 0.2, 0.2, 0])]:
         assert [zero_steps[steps, n] / lengths[steps] for n in range(4)] == pytest.approx(shares, abs=0.03)
     assert len({re.sub(r'\d', '', question) for question in questions['test']}) > 100  # templates, names and things
     with pytest.raises(UserError, match='takes no arguments'):

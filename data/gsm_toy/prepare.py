@@ -1,18 +1,18 @@
-"""Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with three digits, the same for the same seed.
+"""Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with four digits, the same for the same seed.
 
-Ann's dial is at 1, turns 4 5 0 0 0 0. Where?   steps 4+1=2, 5+2=1                 answer 1
-A lock shows 0, turns 5 4 4 0 0 0. It is?       steps 5+0=2, 4+2=0, 4+0=1, 0+1=1   answer 1
+Ann's dial is at 1, turns 5 6 0 0 0 0. Where?   steps 5+1=2, 6+2=0                          answer 0
+A lock shows 0, turns 6 5 5 6 0 0. It is?       steps 6+0=2, 5+2=3, 5+3=0, 6+0=2, 0+2=2     answer 2
 
-After 2 comes 0 again, and each turn moves the dial on by one or two digits: whoever leaves out a turn knows little.
+After 3 comes 0 again, and each turn moves the dial on by one or two digits: whoever leaves out a turn knows little.
 Every problem tells six turns, the last ones may be 0: so they stand where a small model finds them. A step begins with
 its turn and an answer with a digit of the dial: a memory block has to know which of the two comes next. Of the problems
-with four steps and more, about two in five end in a step or two that add 0: from them blocks learn in stage 1 to hand a
-value on, as in stage 2 all of them after the last step have to. Few training problems are short: from these a model that
-is taught answers alone climbs to longer ones.
+with five and six steps, two in five end in a step or two that add 0: from them blocks learn in stage 1 to hand a value
+on, as in stage 2 all of them after the last step have to. Most training problems are long: each teaches the first step,
+only these the last ones, and the few short cases are soon known by heart.
 
-No question occurs in two of train, val and test. Three starts and six turns of two kinds make only 378 cases: of the 336
-with four turns and more 102 are kept for val and test, which have no others of them, so that accuracy on the longest
-problems is not remembered. Shorter cases are in all three, in other words.
+No question occurs in two of train, val and test, and from four turns on no case does: four starts and four to six turns
+of two kinds make 448 cases, and a fifth of each length is kept for val and test, so that an answer there has to be
+worked out. The 56 shorter cases are in all three, in other words.
 """
 import os
 import random
@@ -27,9 +27,10 @@ from data import records  # noqa: E402
 SMALL = True  # train.py prepares it by itself
 SEED = 1
 ROWS = {'test': 1200, 'val': 600, 'train': 72000}
-MAX_STEPS, DIGITS, TURNS = 6, 3, (4, 5)  # no turn looks like a digit of the dial
+MAX_STEPS, DIGITS, TURNS = 6, 4, (5, 6)  # no turn looks like a digit of the dial
 ZERO_STEPS = (0, 0, 0, 1, 2)  # how many of the last steps add 0: one of these at random
-TRAIN_SHARES = (3, 6, 11, 18, 27, 35)  # percent of the training problems by steps; in val and test each is as frequent
+FULL_STEPS = 4  # but the first four never do
+TRAIN_SHARES = (1, 3, 6, 15, 30, 45)  # percent of the training problems by steps; in val and test each is as frequent
 
 NAMES = ['Ann', 'Bob', 'Dan', 'Eve', 'Gus', 'Ivo', 'Kim', 'Lea', 'Max', 'Zoe']
 THINGS = ['dial', 'disk', 'gear', 'knob', 'lock', 'ring']
@@ -39,7 +40,7 @@ QUESTIONS = ['. Where?', '. It is?']
 
 def make_problem(rng, n_steps):
     """(question, steps, answer) with n_steps calculations."""
-    n_turns = n_steps - rng.choice(ZERO_STEPS) if n_steps > 3 else n_steps
+    n_turns = max(min(n_steps, FULL_STEPS), n_steps - rng.choice(ZERO_STEPS))
     start, turns = rng.randrange(DIGITS), [rng.choice(TURNS) if i < n_turns else 0 for i in range(MAX_STEPS)]
     opening = rng.choice(OPENINGS).format(name=rng.choice(NAMES), thing=rng.choice(THINGS), n=start)
     question = f'{opening}, turns {" ".join(map(str, turns))}{rng.choice(QUESTIONS)}'
@@ -54,8 +55,8 @@ def make_problem(rng, n_steps):
 def may_have(split, question):
     """Whether a split may have the case that a question tells, which its digits and nothing else decide."""
     start, *turns = map(int, re.findall(r'\d', question))
-    kept = random.Random(f'{start} {turns}').random() < 0.25
-    return MAX_STEPS - turns.count(0) < 4 or kept == (split != 'train')
+    kept = (start + sum(place * turn for place, turn in enumerate(turns, 1))) % 5 == 2  # a fifth, of each length
+    return turns[3] == 0 or kept == (split != 'train')
 
 
 def main(argv):
