@@ -48,18 +48,18 @@ def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
         assert not any(questions[split] & questions[other] for other in splits if other != split)
         for question, steps, answer in rows:
             start, *turns = re.findall(r'\d', question)
-            assert re.fullmatch('[56]{1,6}0*', ''.join(turns)) and len(turns) == 6
+            assert re.fullmatch('[45]{1,6}0*', ''.join(turns)) and len(turns) == 6
             value = int(start)
             for turn, step in zip(turns, steps):
-                result = (value + int(turn)) % 4
+                result = (value + int(turn)) % 3
                 assert step == f'{turn}+{value}={result}'
                 value = result
             assert answer == str(value) and set(turns[len(steps):]) <= {'0'}
             cases[split].add((start, *turns))
             zero_steps[len(steps), turns[:len(steps)].count('0')] += split == 'train'
     long = {split: {case for case in cases[split] if case[4] != '0'} for split in cases}  # four turns or more
-    assert not long['train'] & (long['val'] | long['test']) and len(long['train']) == 448 - 91
-    assert cases['train'] - long['train'] == cases['test'] - long['test'] and len(cases['test'] - long['test']) == 56
+    assert not long['train'] & (long['val'] | long['test']) and len(long['train']) == 336 - 84
+    assert cases['train'] - long['train'] == cases['test'] - long['test'] and len(cases['test'] - long['test']) == 42
     assert set(''.join(questions['test'])) | set('\n=+') <= set(tokenizer['chars'])
     assert Counter(len(steps) for _, steps, _ in splits['test']) == dict.fromkeys(range(1, 7), 200)
     lengths = Counter(len(steps) for _, steps, _ in splits['train'])

@@ -1,18 +1,18 @@
-"""Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with four digits, the same for the same seed.
+"""Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with three digits, the same for the same seed.
 
-Ann's dial is at 1, turns 5 6 0 0 0 0. Where?   steps 5+1=2, 6+2=0                          answer 0
-A lock shows 0, turns 6 5 5 6 0 0. It is?       steps 6+0=2, 5+2=3, 5+3=0, 6+0=2, 0+2=2     answer 2
+Ann's dial is at 1, turns 4 5 0 0 0 0. Where?   steps 4+1=2, 5+2=1                          answer 1
+A lock shows 0, turns 5 4 4 5 0 0. It is?       steps 5+0=2, 4+2=0, 4+0=1, 5+1=0, 0+0=0     answer 0
 
-After 3 comes 0 again, and each turn moves the dial on by one or two digits: whoever leaves out a turn knows little.
+After 2 comes 0 again, and each turn moves the dial on by one or two digits: whoever leaves out a turn knows little.
 Every problem tells six turns, the last ones may be 0: so they stand where a small model finds them. A step begins with
 its turn and an answer with a digit of the dial: a memory block has to know which of the two comes next. Of the problems
 with five and six steps, two in five end in a step or two that add 0: from them blocks learn in stage 1 to hand a value
 on, as in stage 2 all of them after the last step have to. Most training problems are long: each teaches the first step,
 only these the last ones, and the few short cases are soon known by heart.
 
-No question occurs in two of train, val and test, and from four turns on no case does: four starts and four to six turns
-of two kinds make 448 cases, and a fifth of each length is kept for val and test, so that an answer there has to be
-worked out. The 56 shorter cases are in all three, in other words.
+No question occurs in two of train, val and test, and from four turns on no case does: three starts and four to six turns
+of two kinds make 336 cases, and a quarter of each length is kept for val and test, so that an answer there has to be
+worked out. The 42 shorter cases are in all three, in other words.
 """
 import os
 import random
@@ -27,7 +27,7 @@ from data import records  # noqa: E402
 SMALL = True  # train.py prepares it by itself
 SEED = 1
 ROWS = {'test': 1200, 'val': 600, 'train': 72000}
-MAX_STEPS, DIGITS, TURNS = 6, 4, (5, 6)  # no turn looks like a digit of the dial
+MAX_STEPS, DIGITS, TURNS = 6, 3, (4, 5)  # no turn looks like a digit of the dial
 ZERO_STEPS = (0, 0, 0, 1, 2)  # how many of the last steps add 0: one of these at random
 FULL_STEPS = 4  # but the first four never do
 TRAIN_SHARES = (1, 3, 6, 15, 30, 45)  # percent of the training problems by steps; in val and test each is as frequent
@@ -55,7 +55,7 @@ def make_problem(rng, n_steps):
 def may_have(split, question):
     """Whether a split may have the case that a question tells, which its digits and nothing else decide."""
     start, *turns = map(int, re.findall(r'\d', question))
-    kept = (start + sum(place * turn for place, turn in enumerate(turns, 1))) % 5 == 2  # a fifth, of each length
+    kept = (start + sum(place * turn for place, turn in enumerate(turns, 1))) % 4 == 2  # a quarter of each length
     return turns[3] == 0 or kept == (split != 'train')
 
 
