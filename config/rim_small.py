@@ -12,4 +12,4 @@ max_iters = 3000
 eval_interval = 500
 stage2_iters = 1000
 stage2_learning_rate = 5e-4
-stage2_dropout = 0.0  # one epoch at most, so there is nothing to overfit
+stage2_dropout = 0.0  # no row is seen twice
