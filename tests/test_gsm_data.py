@@ -58,7 +58,8 @@ def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
             cases[split].add((start, *turns))
             zero_steps[len(steps), turns[:len(steps)].count('0')] += split == 'train'
     long = {split: {case for case in cases[split] if case[4] != '0'} for split in cases}  # four turns or more
-    assert not long['train'] & (long['val'] | long['test']) and len(long['train']) == 336 - 84
+    assert not long['train'] & (long['val'] | long['test'])
+    assert Counter(6 - case[1:].count('0') for case in long['train']) == {4: 36, 5: 72, 6: 144}  # three of four each
     assert cases['train'] - long['train'] == cases['test'] - long['test'] and len(cases['test'] - long['test']) == 42
     assert set(''.join(questions['test'])) | set('\n=+') <= set(tokenizer['chars'])
     assert Counter(len(steps) for _, steps, _ in splits['test']) == dict.fromkeys(range(1, 7), 200)

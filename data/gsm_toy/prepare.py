@@ -56,7 +56,7 @@ def may_have(split, question):
     """Whether a split may have the case that a question tells, which its digits and nothing else decide."""
     start, *turns = map(int, re.findall(r'\d', question))
     kept = (start + sum(place * turn for place, turn in enumerate(turns, 1))) % 4 == 2  # a quarter of each length
-    return turns[3] == 0 or kept == (split != 'train')
+    return turns[3] == 0 or kept == (split != 'train')  # fewer than four turns: in all splits
 
 
 def main(argv):
