@@ -146,4 +146,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    config.run(main)
+    config.launch(main)

@@ -14,6 +14,7 @@ import config
 import data
 from config import UserError
 from config.checkpoint import load_checkpoint
+from config.files import write_file
 from config.machine import choose_device
 from cyb import CYB, CHUNK, SlotRows, cyb_loss, stop_log_probs, stopping_distribution
 from data import records
@@ -338,9 +339,9 @@ def main(argv):
     target = output or (os.path.join(os.path.dirname(path), 'eval') if os.path.basename(stem) == 'ckpt' else stem + '_eval')
     about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
              'model_config': saved['model_config']}
-    data.write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))
+    write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))
     print(f'\nwritten to {target}.json' + (f' and {target}.png' if draw(numbers, title, target + '.png') else ''))
 
 
 if __name__ == '__main__':
-    config.run(main)
+    config.launch(main)

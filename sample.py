@@ -119,4 +119,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    config.run(main)
+    config.launch(main)

@@ -5,6 +5,7 @@ a method's config class. Its default gives its type, its comment is its help tex
 """
 import ast
 import dataclasses
+import datetime
 import difflib
 import inspect
 import math
@@ -26,6 +27,9 @@ def check_range(settings, names, low=1, below=math.inf):
             top = '' if below == math.inf else f' and below {below}'
             raise UserError(f'{name} = {settings[name]}: must be at least {low}{top}')
 
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PATHS = {'out_dir', 'init_from', 'checkpoint', 'dataset', 'prompt_file', 'output'}  # settings that may name a file
 
 # name = value  # comment, or name: type = value  # comment
 SETTING = re.compile(r'^ *([a-z]\w*|[A-Z])(?:: [^=]+?)? = (.+?) +# (.+)$', re.MULTILINE)
@@ -62,44 +66,44 @@ def class_settings(config_class):
 
 
 def convert(name, value, setting, where):
-    """`value` as the setting's type. Text from the command line is parsed; a value from a config file must fit."""
+    """`value` as the setting's type: text of the command line, or a value of a config file, which is read as it would be
+    written there. Raises UserError."""
     for kind in sorted(setting.types, key=lambda t: t is str):  # text last: it takes anything
         try:
-            if isinstance(value, float) and not math.isfinite(value):
-                break
-            if isinstance(value, str) and kind is not str:
-                return parse(value, kind)
-            if isinstance(value, (list, tuple)) and kind is tuple:
-                return tuple(value)
-            if kind is float and type(value) is int:
-                return float(value)
-            if type(value) is kind:
+            if kind is not str:
+                return parse(value if isinstance(value, str) else repr(value), kind)
+            if isinstance(value, str):
                 return value
-        except ValueError:
+        except (ValueError, OverflowError):  # int('inf') overflows
             pass
     expected = ' or '.join(TYPE_NAMES[t] for t in setting.types)
     raise UserError(f'{where}: {name} = {value!r}: expected {expected}, such as {setting.default!r} ({setting.comment})')
 
 
 def parse(text, kind):
-    """Command-line text as bool, int, float or tuple of numbers. Raises ValueError."""
+    """Text as bool, int, float or tuple of numbers. Raises ValueError or OverflowError."""
     text = text.strip()
     if kind is bool:
         if text.lower() not in BOOLS:
             raise ValueError
         return BOOLS[text.lower()]
-    if kind is int:
-        if re.fullmatch(r'[+-]?[\d_]+', text):
-            return int(text)
-        if not float(text).is_integer():  # 1e5 is a whole number too
-            raise ValueError
-        return int(float(text))
+    if kind is tuple:
+        return tuple(number(part) for part in text.strip('()[]').split(',') if part.strip())
+    value = number(text)
     if kind is float:
-        if not math.isfinite(float(text)):
-            raise ValueError
-        return float(text)
-    numbers = [part.strip() for part in text.strip('()[]').split(',') if part.strip()]
-    return tuple(int(n) if re.fullmatch(r'[+-]?\d+', n) else float(n) for n in numbers)
+        return float(value)
+    if int(value) != value:  # 1e5 is a whole number too
+        raise ValueError
+    return int(value)
+
+
+def number(text):
+    """Text as int or finite float. Raises ValueError."""
+    if re.fullmatch(r' *[+-]?\d[\d_]* *', text):
+        return int(text)
+    if not math.isfinite(float(text)):
+        raise ValueError
+    return float(text)
 
 
 def unknown(name, known, where):
@@ -108,11 +112,13 @@ def unknown(name, known, where):
     return UserError(f'{where}: there is no setting {name!r}; {hint}')
 
 
-def load(script, argv, methods=None):
+def load(script, argv, methods=None, method_of=None):
     """Settings of `script` after config files and command line.
 
-    methods: {name: config class} where the setting `method` chooses whose fields are settings too.
+    methods: {name: config class} where the setting `method` chooses whose fields are settings too; where it is not
+    given, method_of(settings of the script) may know it, from a checkpoint, or return None for the default.
     Returns (settings of the script, settings of the method's config that were given, {name: where it was given}).
+    Paths in the script and in config files count from the repository, those of the command line from the current folder.
     Raises UserError on an unknown name or a value of the wrong type; prints the settings and exits on --help.
     """
     known = script_settings(script)
@@ -138,26 +144,44 @@ def load(script, argv, methods=None):
             command_line[arg[2:]] = ('', 'command line')
     given.update(command_line)  # the command line wins over config files, wherever it stands
 
-    model_known = {}
-    if methods:
-        method, where = given.get('method', (known['method'].default, ''))
-        if not isinstance(method, str) or method not in methods:
-            raise UserError(f'{where}: method = {method!r}: choose one of {", ".join(methods)}')
-        model_known = class_settings(methods[method])
     if help_wanted:
         print_help(script, known, methods)
         sys.exit(0)
-    settings, model_settings = {name: s.default for name, s in known.items()}, {}
+    settings = {name: setting.default for name, setting in known.items()}
+    for name in given.keys() & known.keys():
+        value, where = given[name]
+        settings[name] = convert(name, value, known[name], where)
+    for name in PATHS & known.keys():
+        if name not in command_line:
+            settings[name] = from_repository(settings[name])
+    model_known = {}
+    if methods:
+        known_method = method_of and method_of(settings)
+        if known_method and 'method' not in given:
+            settings['method'] = known_method
+        method = settings['method']
+        if method not in methods:
+            where = given['method'][1] if 'method' in given else script
+            raise UserError(f'{where}: method = {method!r}: choose one of {", ".join(methods)}')
+        model_known = class_settings(methods[method])
+    model_settings = {}
     for name, (value, where) in given.items():
-        if name not in known and name not in model_known:
+        if name in model_known:
+            model_settings[name] = convert(name, value, model_known[name], where)
+        elif name not in known:
             owner = [m for m, c in (methods or {}).items() if name in class_settings(c)]
             if owner:
                 raise UserError(f'{where}: {name} is a setting of method {" or ".join(owner)}, not of {method}; '
                                 f'add --method={owner[0]}')
             raise unknown(name, [*known, *model_known], where)
-        target, setting = (settings, known[name]) if name in known else (model_settings, model_known[name])
-        target[name] = convert(name, value, setting, where)
     return settings, model_settings, {name: where for name, (_, where) in given.items()}
+
+
+def from_repository(path):
+    """A relative path as seen from the current folder, if it counts from the repository. Names without a slash stay."""
+    if '/' not in path or os.path.isabs(path) or os.getcwd() == ROOT:
+        return path
+    return os.path.join(ROOT, path)
 
 
 def read_config_file(path):
@@ -190,25 +214,48 @@ def print_help(script, known, methods):
             print(f'  --{name}={default}'.ljust(36), s.comment)
 
 
-def run(main):
+def is_terminal(stream):
+    """Whether somebody watches it: a notebook's stream need not know, and a service may have none at all."""
+    return bool(stream and getattr(stream, 'isatty', bool)())
+
+
+def launch(main):
     """Run a script's main(argv); a UserError ends it with one line and exit status 1 instead of a traceback."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character gets '?', not a crash
-        stream.reconfigure(errors='replace')
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, 'reconfigure'):  # a terminal that cannot show a character gets '?', not a crash
+            stream.reconfigure(errors='replace')
     try:
         main(sys.argv[1:])
     except UserError as e:
-        print(f'error: {e}', file=sys.stderr)
+        complain(f'error: {e}')
         sys.exit(1)
     except RuntimeError as e:
-        if 'RANK' not in os.environ or not ('gloo' in str(e) or type(e).__name__.startswith('Dist')):
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        if type(e).__name__ == 'OutOfMemoryError' or "can't allocate memory" in reason:
+            complain(f'error: out of memory ({reason}): lower batch_size (and raise grad_accum as much), block_size, or the '
+                     'model\'s size')
+            os._exit(1) if 'RANK' in os.environ else sys.exit(1)
+        if 'RANK' not in os.environ or not ('gloo' in reason or type(e).__name__.startswith('Dist')):
             raise
-        reason = str(e).strip().splitlines()[0]
-        print(f'error: the connection to another process of this run broke ({reason}); see what the others say',
-              file=sys.stderr, flush=True)
+        complain('error: the connection to another process of this run broke; see what the others say', reason)
         os._exit(1)  # an ordinary exit would wait for the others, who are gone
     except KeyboardInterrupt:
-        print('interrupted', file=sys.stderr)
+        complain('interrupted')
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output (head, less) went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def complain(message, detail=''):
+    """Print a message to stderr; of torchrun's processes that have the same one, the first speaks for all."""
+    if 'RANK' in os.environ:
+        import torch.distributed as dist
+        try:
+            store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False,
+                                  timeout=datetime.timedelta(seconds=5))
+            if store.add(message, 1) > 1:
+                return
+        except Exception:
+            pass  # without torchrun's store everybody speaks
+    print(message + (f' ({detail})' if detail else ''), file=sys.stderr, flush=True)

@@ -28,6 +28,14 @@ def choose_device(name):
     return name, 'as set'
 
 
+def set_threads(n):
+    """Let PyTorch use n CPU threads, 0 = its choice. Raises UserError above what the machine has."""
+    if not 0 <= n <= os.cpu_count():
+        raise UserError(f'threads = {n}: this machine has {os.cpu_count()}; 0 lets PyTorch choose')
+    if n:
+        torch.set_num_threads(n)
+
+
 def choose_dtype(name, device):
     """(dtype name, reason). Raises UserError for a name or combination that does not exist."""
     if name not in ('auto', 'float32', 'bfloat16', 'float16'):

@@ -1,9 +1,8 @@
-# Reasoning in Memory on gsm_toy, from the small model that cot_small trains (it is run first where it is missing).
+# Reasoning in Memory on gsm_toy, from the small model that config/cot_small.py trains: run that first.
 from config.cot_small import *  # noqa: F403
 
 out_dir = 'out/rim_small'
 init_from = 'out/cot_small/ckpt.pt'
-start_config = 'config/cot_small.py'
 
 train_on = 'rim'
 n_blocks = 6

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from config import UserError
+from config.files import write_file
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
@@ -64,23 +65,6 @@ class Tokenizer:
 
 
 # --- writing a data set ---
-
-def write_file(path, content):
-    """Write bytes or text so that the file is either whole or not there: to a temporary name, then renamed."""
-    mode, options = ('wb', {}) if isinstance(content, bytes) else ('w', {'encoding': 'utf-8', 'newline': '\n'})
-    temporary = f'{path}.{os.getpid()}.tmp'  # runs that start together may prepare the same data set
-    try:
-        with open(temporary, mode, **options) as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except OSError as e:
-        raise UserError(f'cannot write {path}: {e.strerror}') from e
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-
 
 def announce(folder, meta):
     """Before the files of a data set are written: take away a meta.json that would not fit them."""
@@ -198,6 +182,7 @@ def check_crc32(path, content, meta):
 class TextBatches:
     """Rows of block_size tokens from a text. Training rows start anywhere; validation rows are spread evenly over
     val.bin without overlap and are always the same, so that the curves of different methods compare."""
+    unit = 'nats per token'  # of the losses
 
     def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step=1):
         if meta['kind'] != 'text':

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from config import UserError
-from data import Tokenizer, announce, check_crc32, dataset_folder, write_file
+from config.files import write_file
+from data import Tokenizer, announce, check_crc32, dataset_folder
 
 Record = namedtuple('Record', 'question steps answer where')  # where: file and line, for messages
 SPECIAL = ['<b>', '<m>', '</b>', '<end>']  # a memory block's begin, its memory tokens, its end; the end of a read-out
@@ -203,6 +204,7 @@ class RecordBatches:
     A method says with `length`, `tokens`, `row` and `batch` how records become tensors. Raises UserError for a data set that
     is plain text or whose tokenizer lacks the special tokens, and if no record fits into block_size.
     """
+    unit = 'nats per record'  # of the losses
 
     def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
         if meta['kind'] != 'records':

@@ -4,6 +4,7 @@ import math
 import os
 
 import pytest
+import torch
 
 import config
 import train
@@ -37,6 +38,7 @@ class Fancy(Plain):
 def load(tmp_path):
     (tmp_path / 'script.py').write_text(SCRIPT, encoding='utf-8')
     (tmp_path / 'base.py').write_text('import os\nsteps = 7\nname = "é"\nlayers = [3]\n_private = 1\n', encoding='utf-8')
+    (tmp_path / 'written.py').write_text('steps = 1e3\nflag = 1\nlayers = 3\n', encoding='utf-8')
     (tmp_path / 'fancy.py').write_text("method = 'fancy'\nomega = (0.5, 0.5)\nrate = 2\n", encoding='utf-8')
 
     def load(*argv):
@@ -61,6 +63,7 @@ DEFAULTS = dict(steps=100, rate=0.5, name='a', flag=False, layers=(1, 2), method
     (['--method=fancy', '--width=4', '--omega=0.25,0.75'], dict(method='fancy'), dict(width=4, omega=(0.25, 0.75))),
     (['--method', 'fancy', '--omega', 'uniform', '--bubbles', 'False'], dict(method='fancy'), dict(omega='uniform', bubbles=False)),
     (['fancy.py'], dict(method='fancy', rate=2.0), dict(omega=(0.5, 0.5))),
+    (['written.py'], dict(steps=1000, flag=True, layers=(3,)), {}),  # a file is read as the command line is
 ])
 def test_settings_come_from_defaults_files_and_the_command_line(load, argv, changed, model):
     settings, model_settings, given = load(*argv)
@@ -91,8 +94,8 @@ def test_wrong_settings_are_named_with_the_way_out(load, argv, message):
 
 @pytest.mark.parametrize('source, message', [
     ('stepz = 3\n', 'wrong.py.*stepz.*did you mean steps'), ('steps = "3x"\n', 'expected a whole number'),
-    ('steps = True\n', 'expected a whole number'), ('flag = 1\n', 'expected True or False'),
-    ('steps = (\n', 'does not run: SyntaxError'), ('raise SystemExit(3)\n', 'SystemExit'), ('method = ["plain"]\n', 'choose one of plain'),
+    ('steps = True\n', 'expected a whole number'), ('flag = 2\n', 'expected True or False'),
+    ('steps = (\n', 'does not run: SyntaxError'), ('raise SystemExit(3)\n', 'SystemExit'), ('method = ["plain"]\n', 'method = .*expected text'),
     ('rate = float("nan")\n', 'expected a number'), ('steps = 1/0\n', 'ZeroDivisionError')])
 def test_wrong_config_files_are_named(load, tmp_path, source, message):
     (tmp_path / 'wrong.py').write_text(source, encoding='utf-8')
@@ -128,15 +131,44 @@ def test_every_config_file_loads_and_builds(name):
     methods = {m: entry[0] for m, entry in train.METHODS.items()}
     settings, model_settings, _ = config.load(os.path.join(ROOT, 'train.py'), [os.path.join(ROOT, 'config', name)], methods)
     methods[settings['method']](**model_settings)
-    assert settings['out_dir'] == 'out/' + name[:-3]
+    assert settings['out_dir'] == config.from_repository('out/' + name[:-3])
 
 
 def test_run_turns_a_user_error_into_one_line(capsys):
     def main(argv):
         raise UserError('steps = 3: too few')
     with pytest.raises(SystemExit) as stopped:
-        config.run(main)
+        config.launch(main)
     assert stopped.value.code == 1 and capsys.readouterr().err == 'error: steps = 3: too few\n'
+
+
+@pytest.mark.parametrize('stream', [None, object()], ids=['none', 'a notebook'])
+def test_run_needs_no_terminal(monkeypatch, stream):
+    monkeypatch.setattr('sys.stdout', stream)
+    monkeypatch.setattr('sys.stderr', stream)
+    ran = []
+    config.launch(ran.append)
+    assert len(ran) == 1 and not config.is_terminal(stream)
+
+
+def test_out_of_memory_is_one_line(capsys):
+    def main(argv):
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB.\nmany more lines')
+    with pytest.raises(SystemExit):
+        config.launch(main)
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1 and 'Tried to allocate 9 GiB' in error and 'lower batch_size' in error
+
+
+def test_paths_in_a_config_count_from_the_repository_those_given_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, train_py = os.path.join(ROOT, 'config', 'rim_small.py'), os.path.join(ROOT, 'train.py')
+    classes = {m: entry[0] for m, entry in train.METHODS.items()}
+    settings, _, _ = config.load(train_py, [path], classes)
+    assert settings['out_dir'] == os.path.join(ROOT, 'out/rim_small')
+    assert settings['init_from'] == os.path.join(ROOT, 'out/cot_small/ckpt.pt') and settings['dataset'] == 'gsm_toy'
+    settings, _, _ = config.load(train_py, [path, '--out_dir=out/mine', '--init_from=scratch'], classes)
+    assert settings['out_dir'] == 'out/mine' and settings['init_from'] == 'scratch'
 
 
 def test_ranges():

@@ -95,7 +95,7 @@ def fail_on_rank_1(self, step, rows):
         raise config.UserError('train.bin vanished on this rank')
     return draw(self, step, rows)
 data.TextBatches.train_batch = fail_on_rank_1
-config.run(train.main)
+config.launch(train.main)
 ''', encoding='utf-8')
     status, output = torchrun(2, str(driver), *arguments('fails'))
     assert status == 1 and 'error: train.bin vanished on this rank' in output

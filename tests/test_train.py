@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+import config.run
 import data
 import sample
 import train
@@ -27,7 +28,7 @@ def read_log(folder):
 
 
 def without_speed(log):
-    return [{k: v for k, v in entry.items() if k != 'tokens_per_s'} for entry in log]
+    return [{k: v for k, v in entry.items() if k not in ('tokens_per_s', 'save_s')} for entry in log]
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def interrupt(monkeypatch):
 def test_a_run_leaves_checkpoints_a_log_and_a_sample(run, tmp_path, capsys):
     checkpoint = run(method='thoughtbubbles', max_iters=5)
     assert checkpoint['step'] == 5 and checkpoint['method'] == 'thoughtbubbles'
-    assert sorted(os.listdir(tmp_path / 'run')) == ['best.pt', 'ckpt.pt', 'log.jsonl']
+    assert sorted(os.listdir(tmp_path / 'run')) == ['.lock', 'best.pt', 'ckpt.pt', 'log.jsonl']
     log = read_log(tmp_path / 'run')
     assert [(e['iter'], 'val_loss' in e) for e in log] == [
         (0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True), (5, False), (5, True)]
@@ -107,15 +108,6 @@ def test_an_earlier_run_is_not_overwritten_by_accident(run):
     with pytest.raises(UserError, match='holds a run already.*--init_from=resume.*--overwrite'):
         run(seed=2)
     assert run(seed=2, overwrite=True)['settings']['seed'] == 2
-
-
-def test_eval_only_writes_nothing(run, tmp_path, capsys):
-    trained = run()
-    before = {f: os.path.getmtime(tmp_path / 'run' / f) for f in os.listdir(tmp_path / 'run')}
-    capsys.readouterr()
-    run(init_from='resume', eval_only=True)
-    assert f'step 4: val loss {trained["best_val_loss"]:.4f}' in capsys.readouterr().out
-    assert {f: os.path.getmtime(tmp_path / 'run' / f) for f in os.listdir(tmp_path / 'run')} == before
 
 
 def test_a_run_can_start_from_another_checkpoint(run, tmp_path, capsys):
@@ -185,7 +177,7 @@ def test_dropout_differs_from_step_to_step(run, monkeypatch):
 def test_a_broken_log_line_and_a_lost_checkpoint(run, tmp_path):
     run(max_iters=3)  # ends with an evaluation at step 3, which eval_interval = 2 would not make
     with open(tmp_path / 'run' / 'log.jsonl', 'ab') as f:
-        f.write(b'\0\0\xff\0\n{"iter"')
+        f.write(b'\0\0\xff\0\n' + b'[' * 100_000 + b'\n{"iter"')
     run(max_iters=5, init_from='resume')
     log = [(e['iter'], 'val_loss' in e) for e in read_log(tmp_path / 'run')]
     assert log == [(0, True), (1, False), (2, False), (2, True), (3, False), (3, True), (4, False), (4, True), (5, False), (5, True)]
@@ -218,9 +210,10 @@ def test_divergence_stops_before_a_checkpoint(run, tmp_path, monkeypatch):
     (dict(dataset='no_such_set'), "dataset = 'no_such_set'"), (dict(device='tpu'), "device = 'tpu'"),
     (dict(device='cuda:99'), "device = 'cuda:99' is absent"), (dict(dtype='int8'), "dtype = 'int8'"),
     (dict(compile='yes'), "compile = 'yes'"),
-    (dict(init_from='resume'), 'ckpt.pt is not there'), (dict(init_from='resmue'), "init_from = 'resmue': choose scratch"),
+    (dict(init_from='resume'), 'ckpt.pt is not there'), (dict(init_from='resmue'), "init_from = 'resmue' is not there: choose scratch"),
     (dict(min_lr=0.1), 'min_lr = 0.1 is above learning_rate'), (dict(seed=2 ** 63), 'seed'), (dict(rope_base='nan'), 'rope_base'),
-    (dict(wandb_project='x'), 'pip install wandb'),
+    (dict(wandb_project='x'), 'pip install wandb'), (dict(threads=100_000), 'threads = 100000: this machine has'),
+    (dict(init_from='out/cot_small/nothing.pt'), 'nothing.pt. is not there: make it with python train.py config/cot_small.py'),
     (dict(out_dir=os.devnull + '/x'), 'out_dir'),
 ], ids=str)
 def test_wrong_settings(run, tmp_path, settings, message):
@@ -229,10 +222,71 @@ def test_wrong_settings(run, tmp_path, settings, message):
     assert '\n' not in str(caught.value)
 
 
+def test_in_a_pipe_there_is_a_line_every_log_interval_steps(run, capsys):
+    run(max_iters=6, log_interval=2, eval_interval=100)
+    assert re.findall(r'step (\d): loss', capsys.readouterr().out) == ['2', '4', '6']
+
+
+def test_a_finished_run_says_so_and_how_to_go_on(run, tmp_path, capsys):
+    run()
+    before = {f: os.path.getmtime(tmp_path / 'run' / f) for f in os.listdir(tmp_path / 'run') if f != '.lock'}
+    capsys.readouterr()
+    run(init_from='resume')
+    out = capsys.readouterr().out
+    assert 'this run has finished its 4 steps; --max_iters=... with a larger number' in out and 'val loss' not in out
+    assert all(os.path.getmtime(tmp_path / 'run' / f) == t for f, t in before.items())
+
+
+def test_showing_the_batch_trains_nothing_and_writes_nothing(run, tmp_path, capsys):
+    with pytest.raises(UserError, match='ckpt.pt is not there'):
+        run(show_batch=True)
+    out = capsys.readouterr().out
+    assert 'position' in out and 'val loss' not in out and not (tmp_path / 'run').exists()
+
+
+def test_the_best_model_is_saved_without_its_optimizer(run, tmp_path):
+    run()
+    best = load_checkpoint(str(tmp_path / 'run' / 'best.pt'))
+    assert 'optimizer' not in best and train.build_model(best)
+    with pytest.raises(UserError, match='lacks the optimizer'):
+        os.replace(tmp_path / 'run' / 'best.pt', tmp_path / 'run' / 'ckpt.pt')
+        run(init_from='resume', max_iters=6)
+
+
+def test_the_seconds_of_a_save_are_logged_and_slow_ones_are_warned_of(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(config.run, 'SLOW_SAVE', 0)
+    run(max_iters=1)
+    assert all(e['save_s'] > 0 for e in read_log(tmp_path / 'run') if 'val_loss' in e)
+    assert 'torchrun kills a run 30 s after a signal' in capsys.readouterr().out
+
+
+def test_a_signal_drops_the_evaluation_that_has_begun(run, tmp_path, monkeypatch, capsys):
+    draw, drawn = data.TextBatches.val_batch, []
+
+    def val_batch(self, rows, *stage):
+        drawn.append(rows)
+        if len(drawn) == 3:  # the first batch of the second evaluation
+            os.kill(os.getpid(), signal.SIGTERM)
+        return draw(self, rows, *stage)
+    monkeypatch.setattr(data.TextBatches, 'val_batch', val_batch)
+    assert run()['step'] == 2 and len(drawn) == 3
+    assert 'stopped by a signal after step 2' in capsys.readouterr().out
+    assert [e['iter'] for e in read_log(tmp_path / 'run') if 'val_loss' in e] == [0]
+    run(init_from='resume')
+    assert [e['iter'] for e in read_log(tmp_path / 'run') if 'val_loss' in e] == [0, 2, 4]
+
+
 def test_resuming_another_method_is_refused(run):
     run()
     with pytest.raises(UserError, match='is a gpt model, not thoughtbubbles'):
         run(method='thoughtbubbles', init_from='resume')
+
+
+def test_the_method_of_a_resumed_run_is_that_of_its_checkpoint(run, tmp_path):
+    run(method='thoughtbubbles')
+    for setting, message in [('--kappa=3', 'command line: kappa = 3.0: the run to resume has 2.0'), ('--W=2', 'W is a setting of method cyb')]:
+        with pytest.raises(UserError, match=message):
+            train.main([f'--out_dir={tmp_path / "run"}', '--init_from=resume', setting])
 
 
 @pytest.mark.parametrize('content', [b'', b'not a checkpoint', b'PK\x03\x04 half a zip'])

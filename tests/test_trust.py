@@ -86,19 +86,31 @@ def test_a_signal_finishes_the_step_and_saves(command, tmp_path, number):
     assert load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))['step'] == step > 0
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_reaches_the_start_that_is_being_trained(command, dataset, tmp_path, number):
-    """SIGINT goes to all processes of a terminal, SIGTERM to one. The start must be saved, and nothing go on."""
-    path, config = tmp_path / 'start' / 'ckpt.pt', tmp_path / 'start.py'
-    config.write_text(f"dataset, device = {dataset!r}, 'cpu'\nmax_iters, eval_interval = 10 ** 6, 10 ** 6\n"
-                      'n_layer, n_head, n_embd, block_size, batch_size, eval_rows = 2, 2, 32, 16, 2, 2\n', encoding='utf-8')
-    run = start(command(init_from=path, start_config=config), start_new_session=True)
-    wait_for(path.with_name('best.pt'))
-    time.sleep(0.3)
-    (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)
-    output = run.communicate(timeout=60)[0]  # ends when nobody holds the pipe any more
-    assert run.returncode == 1 and 'that run was stopped; the same command goes on with it' in output
-    assert load_checkpoint(str(path))['step'] > 0 and not (tmp_path / 'run').exists()
+def test_one_run_a_folder(command, run, tmp_path, monkeypatch, capsys):
+    first = start(command())
+    wait_for(tmp_path / 'run' / 'log.jsonl')
+    with pytest.raises(UserError, match='another run is writing there'):
+        run(overwrite=True)
+    first.kill()  # however a run ends, the folder is free again
+    first.wait()
+    (tmp_path / 'run' / 'ckpt.pt.123.tmp').touch()  # it was killed while it wrote
+    run(overwrite=True)
+    assert sorted(os.listdir(tmp_path / 'run')) == ['.lock', 'best.pt', 'ckpt.pt', 'log.jsonl']
+
+    def no_locks(*_):
+        raise OSError(95, 'Operation not supported')
+    monkeypatch.setattr('fcntl.lockf', no_locks)
+    capsys.readouterr()
+    run(overwrite=True)
+    assert 'no locks on this system' in capsys.readouterr().out
+
+
+def test_a_symbolic_link_is_written_through(run, tmp_path):
+    run()
+    path = (tmp_path / 'run' / 'ckpt.pt').rename(tmp_path / 'elsewhere.pt')
+    (tmp_path / 'run' / 'ckpt.pt').symlink_to(path)
+    run(init_from='resume', max_iters=6)
+    assert (tmp_path / 'run' / 'ckpt.pt').is_symlink() and load_checkpoint(str(path))['step'] == 6
 
 
 def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):
@@ -125,7 +137,7 @@ def test_a_full_disk_keeps_the_old_file(run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match='cannot write .*No space left'):
         save_checkpoint(str(path), {'new': 1})
     assert path.read_bytes() == before
-    assert not os.path.exists(str(path) + '.tmp')  # it would keep the disk full
+    assert not list(path.parent.glob('*.tmp'))  # it would keep the disk full
     with pytest.raises(UserError, match='cannot write'):  # a folder that is not there stands for one that is read-only
         save_checkpoint(str(tmp_path / 'nowhere' / 'ckpt.pt'), {})
 
@@ -142,7 +154,7 @@ def test_a_disk_that_fills_up_while_writing(run, tmp_path):
             save_checkpoint(str(path), whole)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == before and not os.path.exists(str(path) + '.tmp')
+    assert path.read_bytes() == before and not list(path.parent.glob('*.tmp'))
 
 
 def test_a_checkpoint_cut_anywhere_is_refused(run, tmp_path):

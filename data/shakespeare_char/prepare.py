@@ -17,6 +17,7 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(FOLDER)))  # the repository, for running this file by itself
 import config  # noqa: E402
 import data  # noqa: E402
+from config.files import write_file  # noqa: E402
 
 SMALL = True  # train.py prepares it by itself
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
@@ -38,7 +39,7 @@ def find_text():
             content = response.read()
         if hashlib.sha256(content).hexdigest() != SHA256:  # a login page of some network, say
             raise OSError('what came back is another text')
-        data.write_file(path, content)
+        write_file(path, content)
         return content.decode('utf-8'), URL
     except (OSError, http.client.HTTPException) as e:
         print(f'tinyshakespeare could not be downloaded ({e}); trying the package {PACKAGE}')
@@ -69,4 +70,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    config.run(main)
+    config.launch(main)
