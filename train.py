@@ -26,7 +26,7 @@ from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 
 # what and where
 method = 'gpt'  # a method of the registry below: gpt, thoughtbubbles, cyb or rim
-dataset = 'shakespeare_char'  # a folder under data/, or a path with a slash
+dataset = 'shakespeare_char'  # a folder under data/, or the path of a text (my.txt) or of a prepared folder
 out_dir = 'out/run'  # checkpoints and log.jsonl
 init_from = 'scratch'  # scratch | resume | auto (resume if there is something to resume) | a checkpoint to start from
 overwrite = False  # let a run from scratch replace an earlier run in out_dir
@@ -142,7 +142,7 @@ def main(argv):
 
     # --- what is trained, and on what ---
     if run.is_main:
-        data.ensure_prepared(dataset)
+        data.ensure_prepared(dataset, given=run.dataset_given)
     run.wait()
     meta = data.read_meta(dataset)
     model_config = run.model_config(config_class, meta)
@@ -258,8 +258,11 @@ def main(argv):
     finished = it >= total_iters and not stop_wanted
     if finished:
         save('ckpt.pt')  # once more, now that the best loss is known
-        if run.is_main:
-            run.say(batches.report(raw_model))
+        try:
+            if run.is_main:
+                run.say(batches.report(raw_model))
+        except Exception as e:  # the run has ended well all the same
+            run.say(f'a report on the model could not be made ({type(e).__name__}: {e})')
         run.say(f'{out_dir}/ckpt.pt is the last model, {out_dir}/best.pt the best (val loss {best_val_loss:.4f}); '
                 f'python sample.py --out_dir={out_dir} samples from it')
     else:

@@ -1,6 +1,8 @@
 """Files that are written whole or not at all."""
 import contextlib
 import os
+import time
+from glob import escape, glob
 
 from config import UserError
 
@@ -19,6 +21,10 @@ def whole_file(path):
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, target)
+        for left in glob(escape(target) + '.*.tmp'):  # by runs that were killed; a younger one may be another run's
+            with contextlib.suppress(OSError):
+                if os.path.getmtime(left) < time.time() - 24 * 3600:
+                    os.remove(left)
     except (OSError, RuntimeError) as e:  # torch's zip writer turns a full disk into a RuntimeError
         raise UserError(f'cannot write {path}: {e}; the file of the last save is untouched') from e
     finally:

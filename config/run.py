@@ -49,6 +49,8 @@ class Run:
                 raise UserError(f'{self.start_path} is a {self.start["method"]} model, not {settings["method"]}')
             settings, changes = merge_resumed(settings, self.model_settings, given, self.start)
         self.settings, self.out_dir, self.changes = settings, settings['out_dir'], changes
+        # a data set's script is run for a name that the user gave, never for one that came out of a checkpoint
+        self.dataset_given = 'dataset' in given or not self.resume
         check_settings(settings, self.world)
         if not self.resume and settings['init_from'] in ('scratch', 'auto'):
             classes[settings['method']](**self.model_settings)  # says what is wrong with it before anything is written
