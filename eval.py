@@ -308,8 +308,8 @@ def main(argv):
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'))
     if (n_mem or beside) and saved['method'] != 'rim':
         raise UserError(f'n_mem, beside: {path} is a {saved["method"]} model, they are for models of records')
-    name = dataset or saved['settings']['dataset']
-    data.ensure_prepared(name)
+    name = dataset or saved['settings'].get('dataset')
+    data.ensure_prepared(name, given=bool(dataset))
     meta = data.read_meta(name)
     if meta['tokenizer'] != saved['meta']['tokenizer']:
         raise UserError(f'dataset = {name!r}: its tokenizer is not the one that {path} was trained with')

@@ -68,7 +68,7 @@ def main(argv):
     text = prompt
     if prompt_file:
         try:
-            with open(prompt_file, encoding='utf-8') as f:
+            with open(prompt_file, encoding='utf-8-sig') as f:
                 text = f.read()
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f'prompt_file = {prompt_file!r} cannot be read: {e}') from e

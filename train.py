@@ -29,7 +29,7 @@ from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 
 # what and where
 method = 'gpt'  # a method of the registry below: gpt, thoughtbubbles, cyb or rim
-dataset = 'shakespeare_char'  # a folder under data/, or a path with a slash
+dataset = 'shakespeare_char'  # a folder under data/, or the path of a text (my.txt) or of a prepared folder
 out_dir = 'out/run'  # checkpoints and log.jsonl
 init_from = 'scratch'  # scratch | resume | auto (resume if there is something to resume) | a checkpoint to start from
 start_config = ''  # the config file that makes init_from's checkpoint, run first, with this seed, where that is not there
@@ -178,7 +178,7 @@ def main(argv):
 
     # data
     if is_main:
-        data.ensure_prepared(dataset)
+        data.ensure_prepared(dataset, given='dataset' in given or not resume)
         if start_config and not resume and init_from not in ('scratch', 'auto'):
             make_start(init_from, start_config, __file__,
                        {name: settings[name] for name in ('seed', 'device', 'dtype', 'compile', 'threads')})
@@ -419,7 +419,10 @@ def main(argv):
     if step >= total_iters and not eval_only:
         save(ckpt_path)  # once more, now that the best loss is known
     if is_main and step >= total_iters and not eval_only:
-        say(batches.report(raw_model))
+        try:
+            say(batches.report(raw_model))
+        except Exception as e:  # the run has ended well all the same
+            say(f'a report on the model could not be made ({type(e).__name__}: {first_line(e)})')
         say(f'{ckpt_path} is the last model, {best_path} the best (val loss {best_val_loss:.4f}); '
             f'python sample.py --out_dir={out_dir} samples from it')
     if log:

