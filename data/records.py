@@ -3,6 +3,7 @@
 train.jsonl, val.jsonl and test.jsonl hold one JSON object a line, {"question": text, "steps": ["7-2=5", ...],
 "answer": "5"}; meta.json says kind 'records' and names the tokenizer with its special tokens.
 """
+import http.client
 import json
 import os
 import re
@@ -10,73 +11,108 @@ import time
 import urllib.request
 import zlib
 from collections import Counter, namedtuple
-from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import torch
 
 from config import UserError
-from data import Tokenizer, announce, check_crc32, dataset_folder, write_file
+from data import Tokenizer, announce, check_crc32, dataset_folder, read_text, write_file
 
 Record = namedtuple('Record', 'question steps answer where')  # where: file and line, for messages
 SPECIAL = ['<b>', '<m>', '</b>', '<end>']  # a memory block's begin, its memory tokens, its end; the end of a read-out
 SPLITS = ('train', 'val', 'test')
-NUMBER = re.compile(r'\$?([+-]?)\$?(?=\.?\d)((?:\d{1,3}(?:[ ,]\d{3})+|\d*)(?:\.\d*)?)%?')
+# an exponent has few digits: 1e999999999 would fill the memory
+UNSIGNED = r'(?=\.?\d)(?:\d{1,3}(?:[ ,]\d{3})+|\d*)(?:\.\d+)?(?:[eE][+-]?\d{1,3})?'
+NUMBER = re.compile(rf'\$?([+-]?)\$?({UNSIGNED}(?:/[+-]?{UNSIGNED})?)(?: ?%)?\.?')
+PLAIN = str.maketrans('\u2010\u2011\u2012\u2013\u2014\u2212\u00a0\u2009\u202f', '------   ')  # dashes and spaces
+MARK = re.compile(r'(?<!<)<<([^<>=]+=[^<>=]+)>>(?!>)')
+THOUSANDS = re.compile(r'(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])')
 
 
 # --- numbers ---
 
 def plain_number(text):
-    """A number without thousands' commas, $, % and plus: '$1,234.' -> '1234'; None if the text is no number."""
-    match = NUMBER.fullmatch(text.strip().replace('\u2212', '-'))
+    """A number without thousands' commas, $, % and plus: '$1,234.' -> '1234'; None if the text is not a number."""
+    match = NUMBER.fullmatch(text.strip().translate(PLAIN))
     if match:
         sign, digits = match.groups()
-        return sign.strip('+') + re.sub('[ ,]', '', digits).rstrip('.')
+        return sign.strip('+') + re.sub('[ ,]', '', digits)
 
 
 def parse_number(text):
-    """The Decimal that a text such as '1,234', '-3', '3.0' or '$5' writes, or None if it is no number."""
-    number = plain_number(text)
-    return None if number is None else Decimal(number)
+    """The Fraction that a text such as '1,234', '-3', '$5.0', '1e5' or '1/2' writes; None if it is none."""
+    over, _, under = (plain_number(text) or '').partition('/')
+    try:
+        return Fraction(over) / Fraction(under or 1)
+    except (ArithmeticError, ValueError):  # nothing there, a division by 0, more digits than Python reads
+        return None
+
+
+def same_number(a, b):
+    """Whether two results of parse_number are the same: within a relative 1e-6 where one is not a whole number."""
+    if a is None or b is None:
+        return False
+    if a.denominator == b.denominator == 1:
+        return a == b
+    return abs(a - b) <= max(abs(a), abs(b)) / 10 ** 6
 
 
 # --- writing ---
 
 def read_source(name, folder, url):
     """Text of the source file `name`: from a folder, or downloaded where folder is ''. Raises UserError."""
-    path = os.path.join(folder, name)
+    if folder:
+        return read_text(os.path.join(folder, name))
     try:
-        if folder:
-            with open(path, encoding='utf-8') as f:
-                return f.read()
         print(f'downloading {url}', flush=True)
         with urllib.request.urlopen(url, timeout=60) as response:
-            return response.read().decode('utf-8')
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f'{path if folder else url} cannot be read ({e}): download the files by hand and give their '
-                        'folder with --input=DIR') from e
+            return response.read().decode('utf-8-sig')
+    except (OSError, UnicodeDecodeError, http.client.HTTPException) as e:
+        raise UserError(f'{url} cannot be read ({e}): download the files by hand and give their folder with '
+                        '--input=DIR') from e
 
 
 def marked_steps(text):
-    """The calculations marked in a solution as <<48/2=24>>, without spaces, thousands' commas and $ signs."""
-    steps = [re.sub(r'[\s$,]', '', step) for step in re.findall(r'<<(.*?)>>', text)]
-    return [step for step in steps if step]
+    """The calculations marked in a solution as <<48/2=24>>, without spaces, $ signs and thousands' commas; None
+    if a mark is broken: it must have one = and no < or >."""
+    rest = MARK.sub(' ', text)
+    if '<<' in rest or '>>' in rest:
+        return None
+    steps = [re.sub(r'[\s$]', '', step) for step in MARK.findall(text)]
+    # in max(100,200) the comma parts two numbers
+    return [step if re.search(r'[A-Za-z]\(', step) else THOUSANDS.sub(lambda m: m[0].replace(',', ''), step)
+            for step in steps]
 
 
-def usable_rows(rows, split, left_out):
+def usable_rows(rows, split, left_out, path):
     """Rows (question, steps, answer) that can be learned from; `left_out` counts the others. Problems of the test split
-    need no steps, since only their answers are asked."""
+    need no steps, since only their answers are asked. Raises UserError if no row of the file `path` is left."""
     kept = []
     for question, steps, answer in rows:
         if not question.strip():
             left_out[f'{split}: the question is empty'] += 1
-        elif plain_number(answer) is None:
+        elif parse_number(answer) is None:
             left_out[f'{split}: the answer is no number'] += 1
+        elif steps is None:
+            left_out[f'{split}: a mark << >> is broken'] += 1
         elif not steps and split != 'test':
             left_out[f'{split}: no step is marked'] += 1
         else:
             kept.append((question.strip(), steps, plain_number(answer)))
+    if not kept:
+        reasons = ', '.join(reason for reason in left_out if reason.startswith(split))
+        raise UserError(f'{path} holds no record' + (f' that can be used ({reasons})' if reasons else ''))
     return kept
+
+
+def hold_out(rows, n, path):
+    """(rows for train, the last n for val). Raises UserError if there are too few."""
+    if len(rows) < 2:
+        raise UserError(f'{path} holds one record that can be used: train and val need one each')
+    if not 0 < n < len(rows):
+        raise UserError(f'val_rows = {n}: must be at least 1 and less than the {len(rows)} rows of {path}')
+    return rows[:-n], rows[-n:]
 
 
 def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
@@ -120,14 +156,16 @@ def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
 # --- reading ---
 
 def parse_jsonl(text, path):
-    """Yield (place, object) for each line of JSONL text. Raises UserError with the number of a broken line."""
-    for n, line in enumerate(text.rstrip('\n').split('\n') if text.strip() else [], 1):
-        where = f'{path} line {n}'
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as e:
-            raise UserError(f'{where} is no JSON ({e}): mend or remove that line') from None
-        yield where, check_object(entry, where)
+    """Yield (place, object) for each line of JSONL text that is not blank. Raises UserError with the place of a
+    broken line."""
+    for n, line in enumerate(text.split('\n'), 1):
+        if line.strip():
+            where = f'{path} line {n}'
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                raise UserError(f'{where} is no JSON ({e}): fix or remove that line') from None
+            yield where, check_object(entry, where)
 
 
 def check_object(entry, where):
@@ -155,8 +193,9 @@ def read_records(path, need_steps=True, meta={}):
     Raises UserError if the file is missing or empty, is not what meta was written for, or names the line that is no record.
     """
     try:
-        with open(path, encoding='utf-8', newline='') as f:  # as it is, for the checksum
-            text = f.read()
+        with open(path, 'rb') as f:
+            content = f.read()
+        text = content.decode('utf-8-sig')
     except FileNotFoundError:
         raise UserError(f'{path} is missing: run prepare.py in that folder') from None
     except (OSError, UnicodeDecodeError) as e:
@@ -164,7 +203,7 @@ def read_records(path, need_steps=True, meta={}):
     records = [check_record(entry, where, need_steps) for where, entry in parse_jsonl(text, path)]
     if not records:
         raise UserError(f'{path} holds no record: run prepare.py again')
-    check_crc32(path, text.encode('utf-8'), meta)
+    check_crc32(path, content, meta)
     return records
 
 
@@ -265,8 +304,9 @@ class RecordBatches:
 
     def table(self, step, n=2):
         """The first n rows of a step's batch as text: token, position, kind, block, columns it sees, label, weight."""
-        names = {i: name for name, i in self.special.items()}
-        show = lambda i: names.get(i) or repr(self.tokenizer.decode([i]))  # noqa: E731
+        def show(i):
+            text = self.tokenizer.decode([i])
+            return repr(text) if i < self.tokenizer.n_text else text
         lines = []
         for row in self._rows(step, list(range(min(n, self.rows_per_step)))):
             lines.append('column    token position     kind block  sees                    label weight')
@@ -313,7 +353,7 @@ class RecordBatches:
 # --- scoring: the model is asked in batches; an answer is what its read-out's last line says ---
 
 def gold_answers(records):
-    """The records' answers as Decimals. Raises UserError, with its place, for one that is no number."""
+    """The records' answers as Fractions. Raises UserError, with its place, for one that is no number."""
     numbers = [parse_number(record.answer) for record in records]
     for record, number in zip(records, numbers):
         if number is None:
@@ -339,7 +379,8 @@ def score(model, tokenizer, records, every_block=True, samples=1, **how):
     not see later ones, column k-1 is what a model with k blocks answers; with samples=8, temperature=1.0: pass@8."""
     gold, right = gold_answers(records), {}
     for i, block, _, text in read_answers(model, tokenizer, records, every_block=every_block, samples=samples, **how):
-        right[i, block] = right.get((i, block), False) or parse_number(text.split('\n')[-1]) == gold[i]
+        right[i, block] = (right.get((i, block), False)
+                           or same_number(parse_number(text.split('\n')[-1]), gold[i]))
     return np.array([[right[i, block] for block in range(1 + max(b for _, b in right))] for i in range(len(records))])
 
 

@@ -1,8 +1,11 @@
 """Records: numbers, the toy problems, and GSM8K in its published forms."""
+import codecs
+import http.client
 import json
 import os
 import re
 import runpy
+import zlib
 from collections import Counter
 from decimal import Decimal
 
@@ -27,14 +30,56 @@ def prepare(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('text, value', [
     ('1,234', '1234'), ('-3', '-3'), ('3.0', '3'), ('$5', '5'), ('-$5', '-5'), (' 72\n', '72'), ('.5', '0.5'), ('10.', '10'),
-    ('25%', '25'), ('12,345,678.50', '12345678.5'), ('+4', '4'), ('\u22127', '-7'), ('1 000', '1000'), ('00', '0'), ('-0', '0')])
+    ('25%', '25'), ('12,345,678.50', '12345678.5'), ('+4', '4'), ('\u22127', '-7'), ('1 000', '1000'),
+    ('00', '0'), ('-0', '0'), ('50%.', '50'), ('5 %', '5'), ('5\u00a0%.', '5'), ('1\u00a0000', '1000'),
+    ('1\u202f234\u2009567.5', '1234567.5'), ('\u20137', '-7'), ('$\u20137', '-7'), ('\u2014$7', '-7'),
+    ('1e5', '100000'), ('1.5E-2', '0.015'), ('-2e+3', '-2000'), ('1/2', '0.5'), ('-3/4.', '-0.75'),
+    ('1,000/8', '125'), ('1.5/-.5', '-3'), ('0/5', '0'), ('1e\u22122', '0.01')])
 def test_numbers_are_compared_as_numbers(text, value):
     assert records.parse_number(text) == Decimal(value)
 
 
-@pytest.mark.parametrize('text', ['', 'many', '3 apples', '3 4', '1,2,3', '12,34', '$', '%', '1.2.3', '--3', '1/2', '5-3', '.', '1e5', 'nan', '-'])
+@pytest.mark.parametrize('text', [
+    '', 'many', '3 apples', '3 4', '1,2,3', '12,34', '$', '%', '1.2.3', '--3', '5-3', '.', 'nan', '-', '5\u20133',
+    '1/0', '0/0', '1/', '/2', '1/2/3', '1 1/2', '1e', 'e5', '1e5.5', '1..', '50%%', '1\n000', '1e999999999',
+    '-1e-999999999', '1/1e9999', '9' * 10 ** 4, '7 <m> 2 <end>', '7<128>', '<7>'])
 def test_what_is_no_number(text):
     assert records.parse_number(text) is None
+
+
+@pytest.mark.parametrize('a, b, same', [
+    ('3244047.0999999996', '3244047.10', True), ('72', '72.00001', True),
+    ('0.333333', '1/3', True), ('1e-9', '0', False), ('72', '72.0', True),
+    ('72', '72.001', False), ('1000000001', '1000000000', False), ('-0.5', '0.5', False),
+    ('1e999', '1e999', True), ('many', 'many', False), ('many', '3', False), ('3', 'many', False)])
+def test_whole_numbers_are_compared_exactly_and_others_nearly(a, b, same):
+    assert records.same_number(records.parse_number(a), records.parse_number(b)) is same
+
+
+@pytest.mark.parametrize('solution, steps', [
+    ('It is <<48/2=24>>24, so $<<24+(1-3)*2 = $20>>', ['48/2=24', '24+(1-3)*2=20']),
+    ('<<80,000+1,234,567.5=1,314,567.5>>', ['80000+1234567.5=1314567.5']), ('none < of > them', []),
+    ('<<max(3,5)=5>>', ['max(3,5)=5']), ('<<max(100,200)=200>>', ['max(100,200)=200']),
+    ('<<1,23+4=5>>', ['1,23+4=5']), ('<<1+1=2>><<2+2=4>>', ['1+1=2', '2+2=4']),
+    ('<<<1+1=2>>>', None), ('<<8>>2=2>>', None), ('<<2*3=<<1+1=2>>2*3=6>>', None),
+    ('<<1<2=1>>', None), ('<<1+1=2', None), ('1+1=2>>', None), ('<<1+1>>', None),
+    ('<<1+1=2=2>>', None), ('<<>>', None),    ('<<=2>>', None), ('<<1+1=2>> <<3', None)])
+def test_a_step_has_one_equals_sign_and_no_bracket_of_a_mark(solution, steps):
+    assert records.marked_steps(solution) == steps
+
+
+def test_an_answer_with_what_is_no_text_is_wrong():
+    """7 <m> 2 <end> is not 72: `decode` shows what is not text."""
+    tokenizer = data.Tokenizer({'kind': 'char', 'chars': sorted('0123456789\n?. '), 'special': records.SPECIAL})
+    m, end = tokenizer.special['<m>'], tokenizer.special['<end>']
+    says = {'a': [*tokenizer.encode('7'), m, *tokenizer.encode('2'), end], 'b': tokenizer.encode('72.00001'),
+            'c': [*tokenizer.encode('7'), 128, *tokenizer.encode('2')]}
+
+    class Model:
+        def answers(self, questions, **how):
+            return [[([says[name] for name in 'abc'], None)]]
+    asked = [records.Record(f'{n}?', ['1'], '72', 'here') for n in range(3)]
+    assert records.score(Model(), tokenizer, asked).tolist() == [[False], [True], [False]]
 
 
 def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
@@ -99,9 +144,47 @@ def test_gsm8k_marks_become_steps(prepare, tmp_path):
     data.write_file(str(tmp_path / 'train.jsonl'), '{}\n{"question"\n')
     with pytest.raises(UserError, match='line 1: question = None'):
         prepare('gsm8k', f'--input={tmp_path}')
-    os.remove(tmp_path / 'test.jsonl')
-    with pytest.raises(UserError, match='--input=DIR'):
+    with pytest.raises(UserError, match='nowhere/train.jsonl is not there'):
         prepare('gsm8k', f'--input={tmp_path / "nowhere"}')
+
+
+USABLE = json.dumps(GSM8K[0])
+MARKED = json.dumps({'question': 'Broken?', 'answer': '<<<1+1=2>>>\n#### 2'})
+
+
+@pytest.mark.parametrize('train, test, message', [
+    ('', USABLE, 'train.jsonl holds no record$'), ('\n \n', USABLE, 'train.jsonl holds no record$'),
+    (USABLE, '', 'test.jsonl holds no record$'),
+    (USABLE, USABLE, 'train.jsonl holds one record .*: train and val need one each'),
+    (f'{USABLE}\n' * 3, USABLE, 'val_rows = 500: must be at least 1 and less than the 3 rows of train.jsonl'),
+    (MARKED, USABLE, r'train.jsonl holds no record that can be used \(train: a mark << >> is broken\)'),
+    (f'{USABLE}\n\n\n{{"question"', USABLE, 'train.jsonl line 4 is no JSON'),
+    ('\ufeff\ufeff' + USABLE, USABLE, 'train.jsonl line 1 is no JSON'),
+    ('[' * 10 ** 5, USABLE, 'line 1 is no JSON')])
+def test_too_few_gsm8k_rows_are_named(train, test, message, prepare, tmp_path):
+    for split, text in (('train', train), ('test', test)):
+        (tmp_path / f'{split}.jsonl').write_text(text, encoding='utf-8')
+    with pytest.raises(UserError, match=message) as e:
+        prepare('gsm8k', f'--input={tmp_path}')
+    assert '\n' not in str(e.value)
+
+
+def test_gsm8k_with_blank_lines_broken_marks_and_the_mark_before_utf8(prepare, tmp_path):
+    for split in ('train', 'test'):
+        content = f'{USABLE}\r\n\r\n{MARKED}\n\n{USABLE}\n'.encode()
+        (tmp_path / f'{split}.jsonl').write_bytes(codecs.BOM_UTF8 + content)
+    splits, left_out, _ = prepare('gsm8k', f'--input={tmp_path}', '--val_rows=1')
+    row = ('A robe takes 2 bolts.', ['2/2=1', '2+1=3'], '3')
+    assert splits == {'train': [row], 'val': [row], 'test': [row, row]}
+    assert left_out == {'train: a mark << >> is broken': 1, 'test: a mark << >> is broken': 1}
+
+
+def test_a_download_that_breaks_off_is_named(prepare, monkeypatch):
+    def breaks_off(url, timeout):
+        raise http.client.IncompleteRead(b'half')
+    monkeypatch.setattr(records.urllib.request, 'urlopen', breaks_off)
+    with pytest.raises(UserError, match='train.jsonl cannot be read .*--input=DIR'):
+        prepare('gsm8k')
 
 
 def test_half_a_character_is_no_text(tmp_path):
@@ -129,15 +212,45 @@ def test_gsm8k_aug_as_text_and_as_json(prepare, tmp_path):
     data.write_file(str(tmp_path / 'train.json'), json.dumps([*entries, 5]))
     with pytest.raises(UserError, match="train.json entry 3 is '5', not an object"):
         prepare('gsm8k_aug', f'--input={tmp_path}')
+    data.write_file(str(tmp_path / 'train.json'), '[' * 10 ** 5)
+    with pytest.raises(UserError, match='train.json is no JSON'):
+        prepare('gsm8k_aug', f'--input={tmp_path}')
     os.remove(tmp_path / 'train.json')
     os.remove(tmp_path / 'train.txt')
     os.remove(tmp_path / 'valid.json')
     data.write_file(str(tmp_path / 'valid.txt'), '\n'.join(lines[:2] * 5) + '\n')
     splits = prepare('gsm8k_aug', f'--input={tmp_path}')[0]
     assert [len(splits[split]) for split in ('train', 'val')] == [9, 1]
+    for n in range(2, 10):  # at least one row for val
+        data.write_file(str(tmp_path / 'valid.txt'), '\n\n'.join(lines[:1] * n))
+        splits = prepare('gsm8k_aug', f'--input={tmp_path}')[0]
+        assert [len(splits[split]) for split in ('train', 'val')] == [n - 1, 1]
+    for content, message in [(lines[0], 'valid holds one record .*: train and val need one each'),
+                             ('', 'valid.txt holds no record')]:
+        data.write_file(str(tmp_path / 'valid.txt'), content)
+        with pytest.raises(UserError, match=message):
+            prepare('gsm8k_aug', f'--input={tmp_path}')
     data.write_file(str(tmp_path / 'valid.txt'), lines[0] + '\nno bars #### 3\n')
     with pytest.raises(UserError, match="valid.txt line 2: 'no bars #### 3' is not of the form"):
         prepare('gsm8k_aug', f'--input={tmp_path}')
+
+
+def test_the_last_bars_before_the_first_mark_separate(prepare, tmp_path):
+    lines = ['|x||y|=3?||<<1+1=2>> #### 2', 'a||b #### c?||<<1+1=2>> #### 2', 'Max(a||b)?|| #### 2',
+             'Broken?||<<8>>2=2>> #### 2']
+    for split in ('train', 'valid', 'test'):
+        (tmp_path / f'{split}.txt').write_bytes(codecs.BOM_UTF8 + '\r\n\r\n'.join(lines).encode())
+    splits, left_out, _ = prepare('gsm8k_aug', f'--input={tmp_path}')
+    assert [row[0] for row in splits['train']] == ['|x||y|=3?', 'a||b #### c?']
+    assert splits['test'][2:] == [('Max(a||b)?', [], '2')] and left_out['test: a mark << >> is broken'] == 1
+
+
+def test_a_record_file_with_blank_lines_and_the_mark_before_utf8(tmp_path):
+    path, line = str(tmp_path / 'train.jsonl'), b'{"question": "q", "steps": ["1"], "answer": "1"}'
+    content = codecs.BOM_UTF8 + b'\n' + line + b'\r\n\n' + line
+    data.write_file(path, content)
+    read = records.read_records(path, meta={'crc32': {'train.jsonl': zlib.crc32(content)}})  # of the file's bytes
+    assert [record.where for record in read] == [f'{path} line 2', f'{path} line 4'] and read[0].question == 'q'
 
 
 def test_a_record_data_set_is_written_whole_and_read_back(tmp_path, capsys):
@@ -152,7 +265,7 @@ def test_a_record_data_set_is_written_whole_and_read_back(tmp_path, capsys):
     assert 'rows by number of steps: 1: 1, 2: 1' in out and 'left out: 3 rows, why' in out
     tokenizer = data.Tokenizer(meta['tokenizer'])
     ids = [tokenizer.ids['1'], *tokenizer.special.values()]
-    assert tokenizer.decode(ids) == '1' and ids[1:] == list(range(len(chars), len(chars) + 4))
+    assert tokenizer.decode(ids) == '1<b><m></b><end>' and ids[1:] == list(range(len(chars), len(chars) + 4))
     with pytest.raises(UserError, match="no 'x'"):
         records.write_record_dataset(str(tmp_path), {'train': [('x', ['1'], '1')]}, spec, 'a test')
     assert data.read_meta(str(tmp_path)) == meta  # what was there is untouched

@@ -8,7 +8,10 @@ import sys
 from collections import Counter
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(os.path.dirname(FOLDER)))  # the repository, for running this file by itself
+ROOT = os.path.dirname(FOLDER)
+if not os.path.exists(os.path.join(ROOT, 'records.py')):
+    sys.exit(f'error: {FOLDER} is not in data/ of the repository, where alone this script runs: move it there')
+sys.path.insert(0, os.path.dirname(ROOT))  # for running this file by itself
 import config  # noqa: E402
 from data import records  # noqa: E402
 
@@ -23,18 +26,16 @@ def main(argv):
     splits, left_out = {}, Counter()
     for split in ('train', 'test'):
         name, rows = split + '.jsonl', []
-        text = records.read_source(name, settings['input'], URL + name)
-        for where, entry in records.parse_jsonl(text, os.path.join(settings['input'], name)):
+        path = os.path.join(settings['input'], name)
+        for where, entry in records.parse_jsonl(records.read_source(name, settings['input'], URL + name), path):
             for key in ('question', 'answer'):
                 if not isinstance(entry.get(key), str):
                     raise config.UserError(f'{where}: {key} = {entry.get(key)!r}: expected text')
             solution, _, answer = entry['answer'].rpartition('####')
             rows.append((entry['question'], records.marked_steps(solution), answer))
-        splits[split] = records.usable_rows(rows, split, left_out)
-    n = settings['val_rows']
-    if not 0 < n < len(splits['train']):
-        raise config.UserError(f'val_rows = {n}: must be at least 1 and less than the {len(splits["train"])} training rows')
-    splits = {'train': splits['train'][:-n], 'val': splits['train'][-n:], 'test': splits['test']}
+        splits[split] = records.usable_rows(rows, split, left_out, path)
+    train, val = records.hold_out(splits['train'], settings['val_rows'], 'train.jsonl')
+    splits = {'train': train, 'val': val, 'test': splits['test']}
     records.write_record_dataset(FOLDER, splits, {'kind': 'gpt2'}, settings['input'] or URL, left_out)
 
 

@@ -10,7 +10,10 @@ import sys
 from collections import Counter
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(os.path.dirname(FOLDER)))  # the repository, for running this file by itself
+ROOT = os.path.dirname(FOLDER)
+if not os.path.exists(os.path.join(ROOT, 'records.py')):
+    sys.exit(f'error: {FOLDER} is not in data/ of the repository, where alone this script runs: move it there')
+sys.path.insert(0, os.path.dirname(ROOT))  # for running this file by itself
 import config  # noqa: E402
 from data import records  # noqa: E402
 
@@ -24,12 +27,15 @@ URLS = {'train': 'https://media.githubusercontent.com/media/' + REPOSITORY,  # a
 
 def parse_lines(text, path):
     """Yield (question, steps, answer) of each line question||<<...>> <<...>> #### answer."""
-    for n, line in enumerate(text.rstrip('\n').split('\n') if text.strip() else [], 1):
-        question, bars, rest = line.partition('||')
-        solution, marks, answer = rest.rpartition('####')
-        if not bars or not marks:
-            raise config.UserError(f'{path} line {n}: {line[:60]!r} is not of the form question||<<1+2=3>> #### 3')
-        yield question, records.marked_steps(solution), answer
+    for n, line in enumerate(text.split('\n'), 1):
+        if line.strip():  # || may stand in a question too: the last one before the first mark separates
+            begin = line.find('<<') if '<<' in line else line.rfind('####')
+            question, bars, _ = line[:begin].rpartition('||')
+            solution, marks, answer = line[len(question):].rpartition('####')
+            if not bars or not marks:
+                raise config.UserError(f'{path} line {n}: {line[:60]!r} is not of the form '
+                                       'question||<<1+2=3>> #### 3')
+            yield question, records.marked_steps(solution), answer
 
 
 def parse_json(text, path):
@@ -37,7 +43,7 @@ def parse_json(text, path):
     if text.lstrip().startswith('['):
         try:
             entries = [(f'{path} entry {i}', entry) for i, entry in enumerate(json.loads(text), 1)]
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise config.UserError(f'{path} is no JSON ({e})') from None
     else:
         entries = records.parse_jsonl(text, path)
@@ -56,11 +62,10 @@ def main(argv):
             print(f'{os.path.join(folder, name)} is not there: valid is shared out to train and val')
             continue
         parse = parse_json if name.endswith('.json') else parse_lines
-        text = records.read_source(name, folder, URLS[split] + name)
-        rows[split] = records.usable_rows(parse(text, os.path.join(folder, name)), split, left_out)
+        text, path = records.read_source(name, folder, URLS[split] + name), os.path.join(folder, name)
+        rows[split] = records.usable_rows(parse(text, path), split, left_out, path)
     if 'train' not in rows:
-        n = len(rows['valid']) // 10
-        rows['train'], rows['valid'] = rows['valid'][:-n], rows['valid'][-n:]
+        rows['train'], rows['valid'] = records.hold_out(rows['valid'], max(1, len(rows['valid']) // 10), 'valid')
     splits = {'train': rows['train'], 'val': rows['valid'], 'test': rows['test']}
     records.write_record_dataset(FOLDER, splits, {'kind': 'gpt2'}, folder or URLS['test'], left_out)
 
