@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import config
 import data
 from config import UserError
-from config.checkpoint import load_weights
+from config.checkpoint import first_line, load_weights
 from config.run import Run
 from cyb import CYB, CYBConfig
 from model import GPT, GPTConfig
@@ -262,7 +262,7 @@ def main(argv):
             if run.is_main:
                 run.say(batches.report(raw_model))
         except Exception as e:  # the run has ended well all the same
-            run.say(f'a report on the model could not be made ({type(e).__name__}: {e})')
+            run.say(f'a report on the model could not be made ({type(e).__name__}: {first_line(e)})')
         run.say(f'{out_dir}/ckpt.pt is the last model, {out_dir}/best.pt the best (val loss {best_val_loss:.4f}); '
                 f'python sample.py --out_dir={out_dir} samples from it')
     else:
