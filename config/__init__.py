@@ -6,6 +6,7 @@ a method's config class. Its default gives its type, its comment is its help tex
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import os
@@ -52,6 +53,7 @@ def script_settings(path):
     return settings
 
 
+@functools.cache
 def class_settings(config_class):
     """The settings of a method's config dataclass, inherited fields included: {name: Setting}."""
     comments = {}
