@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import datetime
 import difflib
+import functools
 import inspect
 import math
 import os
@@ -56,6 +57,7 @@ def script_settings(path):
     return settings
 
 
+@functools.cache
 def class_settings(config_class):
     """The settings of a method's config dataclass, inherited fields included: {name: Setting}."""
     comments = {}

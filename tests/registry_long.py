@@ -1,0 +1,50 @@
+"""What tests/test_registry.py packs into few cases, apart: python tests/registry_long.py
+
+Each second value of a setting by itself, for every method, and each pair of those that the method adds. Prints the
+cases that fail, those that change no loss, and a summary, which tests/README.md records.
+"""
+import contextlib
+import io
+import itertools
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import train  # first: it puts the repository on the path
+from test_registry import changes, check, fit, train_on_two_processes
+
+
+def cases_of(method):
+    """The defaults, each change, each pair of the method's own ones that goes together."""
+    singles, own = list(changes(method)), train.METHODS[method][0].__annotations__
+    pairs = itertools.combinations([change for change in singles if next(iter(change)) in own], 2)
+    cases = [{}, *singles, *({**a, **b} for a, b in pairs if fit(method, a, b))]
+    return [case for i, case in enumerate(cases) if case not in cases[:i]]
+
+
+def main():
+    start, failed = time.perf_counter(), 0
+    cases = [(method, case) for method in train.METHODS for case in cases_of(method)]
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        folder, losses = Path(folder), {}
+        train_on_two_processes(folder, cases)
+        for i, (method, case) in enumerate(cases):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                try:
+                    log = tuple(check(folder, i, monkeypatch))
+                except (Exception, pytest.fail.Exception) as e:
+                    failed += 1
+                    print(f'failed: {method} {case}: {type(e).__name__} {e}', file=sys.stderr)
+                    continue
+            twin = losses.setdefault((method, log), case)
+            if twin is not case:
+                print(f'the same losses: {method} {case} and {twin}', file=sys.stderr)
+    print(f'{len(cases)} cases, {failed} failed, {time.perf_counter() - start:.0f} seconds')
+    sys.exit(failed > 0)
+
+
+if __name__ == '__main__':
+    main()
