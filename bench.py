@@ -2,6 +2,7 @@
 
 Every case is timed in turn, round after round, and the median taken, so that a slow moment of the machine hits all.
 """
+import os
 import statistics
 import time
 
@@ -11,6 +12,8 @@ import config
 from config import UserError
 from config.machine import choose_device
 from train import METHODS
+
+os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # or the profiler's library writes lines of its own
 
 part = 'all'  # all, or one of the parts at the end of this file
 rounds = 15  # timed rounds of a training step
@@ -136,10 +139,12 @@ def main(argv):
     settings, _, _ = config.load(__file__, argv)
     if settings['part'] not in ('all', *PARTS):
         raise UserError(f'part = {settings["part"]!r}: choose all, {", ".join(PARTS)}')
-    config.check_range(settings, 'rounds batch_size threads')
+    config.check_range(settings, 'rounds batch_size')
+    config.check_range(settings, 'threads', 1, max(2, os.cpu_count() or 1) + 1)
     settings['device'] = choose_device(settings['device'])[0]
     globals().update(settings)
     torch.set_num_threads(threads)
+    print(f'device {device}, {threads} threads')
     for name, function in PARTS.items():
         if part in ('all', name):
             function()

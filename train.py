@@ -5,6 +5,7 @@ The settings below are overridden by a config file and then by --key=value; --he
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -419,9 +420,16 @@ def main(argv):
     if step >= total_iters and not eval_only:
         save(ckpt_path)  # once more, now that the best loss is known
     if is_main and step >= total_iters and not eval_only:
-        say(batches.report(raw_model))
+        try:
+            say(batches.report(raw_model))
+        except Exception as e:  # a sample never fails a finished run
+            say(f'no report: {type(e).__name__}: {first_line(e)}')
+        script = os.path.relpath(os.path.join(os.path.dirname(__file__), 'sample.py'))
+        command = ['python', script, f'--out_dir={out_dir}']
+        if batches.example:
+            command.append(f'--prompt={batches.example}')
         say(f'{ckpt_path} is the last model, {best_path} the best (val loss {best_val_loss:.4f}); '
-            f'python sample.py --out_dir={out_dir} samples from it')
+            f'{shlex.join(command)} samples from it')
     if log:
         log.close()
     if ddp:

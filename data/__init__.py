@@ -47,6 +47,15 @@ class Tokenizer:
         self.special = {name: self.vocab_size + i for i, name in enumerate(spec.get('special', []))}
         self.vocab_size += len(self.special)
 
+    @property
+    def n_text(self):
+        """How many ids are text: the first ones."""
+        return self.vocab_size - len(self.special)
+
+    def start_text(self):
+        """What a text begins with where no prompt is given."""
+        return '\n' if self.kind == 'gpt2' or '\n' in self.ids else self.chars[0]
+
     def encode(self, text):
         """Raises UserError for characters that the vocabulary lacks."""
         if self.kind == 'gpt2':
@@ -199,6 +208,9 @@ class TextBatches:
     """Rows of block_size tokens from a text. Training rows start anywhere; validation rows are spread evenly over
     val.bin without overlap and are always the same, so that the curves of different methods compare."""
 
+    unit = 'nats per token'  # of the loss
+    example = ''  # a prompt for sample.py, which needs none here
+
     def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step=1):
         if meta['kind'] != 'text':
             raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on plain text')
@@ -244,6 +256,6 @@ class TextBatches:
     def report(self, model):
         """What a finished run prints: a sample of the model's text."""
         torch.manual_seed(self.seed)
-        prompt = self.tokenizer.encode('\n')
-        new = model.generate([prompt], 200, temperature=0.8)[0]
+        prompt = self.tokenizer.encode(self.tokenizer.start_text())
+        new = model.generate([prompt], 200, temperature=0.8, n_text=self.tokenizer.n_text)[0]
         return 'a sample at temperature 0.8:\n' + self.tokenizer.decode(new)

@@ -14,6 +14,7 @@ from decimal import Decimal
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from config import UserError
 from data import Tokenizer, announce, check_crc32, dataset_folder, write_file
@@ -88,6 +89,7 @@ def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
     tokenizer_spec = {**tokenizer_spec, 'special': SPECIAL}
     tokenizer = Tokenizer(tokenizer_spec)
     meta = {'kind': 'records', 'tokenizer': tokenizer_spec, 'vocab_size': tokenizer.vocab_size, 'source': source,
+            'example': min((row[0] for row in splits.get('val', ())), key=len, default=''),  # for sample.py to ask
             'left_out': left_out or {}, 'crc32': {'tokenizer': zlib.crc32(json.dumps(tokenizer_spec).encode())}}
     contents = {}
     for split, rows in splits.items():
@@ -204,6 +206,8 @@ class RecordBatches:
     is plain text or whose tokenizer lacks the special tokens, and if no record fits into block_size.
     """
 
+    unit = 'nats per record'  # of the loss: summed over a row's tokens
+
     def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
         if meta['kind'] != 'records':
             raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on records of '
@@ -223,6 +227,7 @@ class RecordBatches:
         self.lengths = np.array([self.tokens(*encoded) for encoded in self.encoded['train']])
         self.row_tokens, self.epoch_steps = self.lengths.mean(), -(-len(self.lengths) // rows_per_step)
         self.n_val = min(eval_rows, len(self.encoded['val']))
+        self.example = self.records['val'][0].question
         gold_answers(self.records['val'])  # an answer that cannot be compared is to be known now, not after the run
 
     def _read(self, dataset, split):
@@ -295,7 +300,7 @@ class RecordBatches:
 
     def report(self, model):
         """What a finished run prints: accuracy on validation records, block by block, and an example."""
-        sample = self.records['val'][:300]
+        sample = self.records['val'][:self.n_val]
         right = score(model, self.tokenizer, sample)  # (n, blocks)
         lines = [f'accuracy on {len(sample)} validation records: {right[:, -1].mean():.1%}']
         by_steps = {}
@@ -324,7 +329,7 @@ def gold_answers(records):
 def read_answers(model, tokenizer, records, batch_size=32, **how):
     """Yield (record's number, block, sample, text) of all read-outs; how: see the model's `answers`."""
     order = sorted(range(len(records)), key=lambda i: len(records[i].question))  # little padding
-    for first in range(0, len(order), batch_size):
+    for first in tqdm(range(0, len(order), batch_size), 'answers', disable=None, leave=False):
         part = order[first:first + batch_size]
         questions = [encode_question(tokenizer, records[i].question) for i in part]
         for block, samples in enumerate(model.answers(questions, **how)):
@@ -339,7 +344,7 @@ def score(model, tokenizer, records, every_block=True, samples=1, **how):
     not see later ones, column k-1 is what a model with k blocks answers; with samples=8, temperature=1.0: pass@8."""
     gold, right = gold_answers(records), {}
     for i, block, _, text in read_answers(model, tokenizer, records, every_block=every_block, samples=samples, **how):
-        right[i, block] = right.get((i, block), False) or parse_number(text.split('\n')[-1]) == gold[i]
+        right[i, block] = right.get((i, block), False) or parse_number(text.strip().split('\n')[-1]) == gold[i]
     return np.array([[right[i, block] for block in range(1 + max(b for _, b in right))] for i in range(len(records))])
 
 
@@ -351,6 +356,7 @@ def time_answer(model, tokenizer, question, **how):
         tokens.extend(token.tolist())
         times.append(time.perf_counter() - start)
     model.answers([encode_question(tokenizer, question)], on_token=on_token, **how)
-    newline = tokenizer.encode('\n')[-1]
-    first = max((i + 1 for i, token in enumerate(tokens[:-1]) if token == newline), default=0)
+    between = tokenizer.encode('\n')[-1], tokenizer.special['<end>']
+    last = max((i for i, token in enumerate(tokens) if token not in between), default=0)
+    first = max((i + 1 for i, token in enumerate(tokens[:last]) if token in between), default=0)
     return times[first], times[-1]
