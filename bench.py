@@ -2,6 +2,7 @@
 
 Every case is timed in turn, round after round, and the median taken, so that a slow moment of the machine hits all.
 """
+import os
 import statistics
 import time
 
@@ -9,13 +10,15 @@ import torch
 
 import config
 from config import UserError
-from config.machine import choose_device
+from config.machine import choose_device, set_threads
 from train import METHODS
+
+os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # or the profiler's library writes lines of its own
 
 part = 'all'  # all, or one of the parts at the end of this file
 rounds = 15  # timed rounds of a training step
 batch_size = 32  # rows of a training step
-threads = 2  # CPU threads
+threads = 0  # CPU threads, 0 = PyTorch's choice
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 
 SMALL = dict(vocab_size=65, block_size=64, n_layer=4, n_head=4, n_embd=128)  # config/gpt_small.py
@@ -136,10 +139,11 @@ def main(argv):
     settings, _, _ = config.load(__file__, argv)
     if settings['part'] not in ('all', *PARTS):
         raise UserError(f'part = {settings["part"]!r}: choose all, {", ".join(PARTS)}')
-    config.check_range(settings, 'rounds batch_size threads')
+    config.check_range(settings, 'rounds batch_size')
     settings['device'] = choose_device(settings['device'])[0]
     globals().update(settings)
-    torch.set_num_threads(threads)
+    set_threads(threads)
+    print(f'device {device}, {torch.get_num_threads()} threads')
     for name, function in PARTS.items():
         if part in ('all', name):
             function()

@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import UserError
-from model import GPT, GPTConfig, GREEDY, KVCache, causal_mask, check_sampling, sample_token
+from model import GPT, GPTConfig, GREEDY, KVCache, causal_mask, check_sampling, mean_nll, sample_token
 
 CHUNK = 2 ** 22  # logits that the loss holds at once, or a 32nd of all of them if that is more
 
@@ -21,7 +21,7 @@ CHUNK = 2 ** 22  # logits that the loss holds at once, or a 32nd of all of them 
 class CYBConfig(GPTConfig):
     W: int = 2  # slots per token: itself and W-1 pauses
     omega: str | tuple = 'last'  # when the world stops: last (never early) | uniform | first | geometric | W numbers
-    gamma0: float = 1.0  # discount per slot, below 1 rewards early answers
+    gamma0: float = 1.0  # discount per slot, below 1 rewards early answers; in training alone
     d_init: float = 0.5  # P(don't know) before training; 1/(V+1), as of any output, leaves slot 2 hardly a gradient
     objective: str = 'cyb'  # cyb | tbys (baseline: cross-entropy in the last slot, no <don't know>)
     see_pauses: bool = True  # False: later tokens do not see a token's pauses and positions count tokens
@@ -280,19 +280,22 @@ class CYB(GPT):
         """idx (B,T), targets (B,T) with -1 = ignore -> (predictions (B,T,V), None) or (None, mean loss in nats).
 
         The predictions are log sum_i Pr(S=i) p_i, the distribution of the answer over all slots, up to a constant.
+        In training mode the loss is discounted by gamma; else it is their plain negative log-likelihood, so that
+        runs compare.
         """
         x = self.encode_slots(idx, pad)
         if self.config.objective == 'tbys':
             logits = self.logits(x[:, :, -1])
             if targets is None:
                 return logits, None
-            return None, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+            return None, mean_nll(logits, targets)
         if targets is None:
             log_p, k = self.logits(x), self.dont_know_logit(self.ln_f(x))  # (B,T,W,V) and (B,T,W)
             stops = stop_log_probs(log_p.logsumexp(dim=-1) - k, self.omega)
             return (log_p.log_softmax(dim=-1) + stops[..., None]).logsumexp(dim=2), None
         y = self.ln_f(x).flatten(0, 1)
-        total = head_loss(y, self.dont_know_logit(y), self.lm_head.weight, targets.flatten(), self.omega, self.gamma,
+        gamma = self.gamma if self.training else [1.0] * self.config.W
+        total = head_loss(y, self.dont_know_logit(y), self.lm_head.weight, targets.flatten(), self.omega, gamma,
                           torch.is_grad_enabled())
         return None, total / (targets >= 0).sum().clamp(min=1)
 
@@ -332,7 +335,7 @@ class CYB(GPT):
             self.train(was_training)
 
     def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None, use_cache=True,
-               pace='model', threshold=0.5, skip_unused_pauses=False):
+               n_text=None, pace='model', threshold=0.5, skip_unused_pauses=False):
         """As GPT.stream, each row at its own pace: a step is one forward pass, in which some rows yield None because
         they pause. Leaves the slots that each new token took in self.slots, a list of ints per row.
 
@@ -359,7 +362,7 @@ class CYB(GPT):
         self.slots, left = [[] for _ in prompts], [max_new_tokens] * len(prompts)
 
         def choose(logits):
-            return sample_token(logits, temperature, top_k, top_p).tolist()
+            return sample_token(logits[:, :n_text], temperature, top_k, top_p).tolist()
 
         def pauses(d):
             bound = threshold if greedy else torch.rand_like(d)

@@ -5,26 +5,28 @@ Prints one table, and writes it to one JSON file and, where matplotlib is instal
 import json
 import math
 import os
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 import config
 import data
 from config import UserError
-from config.checkpoint import load_checkpoint
 from config.files import write_file
-from config.machine import choose_device
+from config.machine import set_threads
 from cyb import CYB, CHUNK, SlotRows, cyb_loss, stop_log_probs, stopping_distribution
 from data import records
 from model import GPT
 from rim import RiM
+from sample import load_settings, open_model
 from thoughtbubbles import Thoughtbubbles
-from train import METHODS, build_model
+from train import METHODS
 
 out_dir = 'out/run'  # the run whose checkpoint is read
-checkpoint = ''  # a checkpoint's path instead, such as out/run/best.pt
+checkpoint = ''  # a checkpoint's path or a run's folder instead, such as out/run/best.pt
 dataset = ''  # the data set whose validation rows are read, empty: the one that the model was trained on
 output = ''  # where to write, without ending; empty: eval beside ckpt.pt, stage1_eval beside stage1.pt
 eval_rows = 512  # validation rows; records: as many test questions
@@ -37,20 +39,25 @@ device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 threads = 0  # CPU threads, 0 = PyTorch's choice
 
 NAMED = 8  # tokens that pause longest, and as many that pause shortest
+# a bar on stderr, on a terminal alone
+progress = partial(tqdm, disable=None, leave=False)
 
 
 # --- measures: (model, batches, slow, source) -> {name: number or table}, a table is a list of dicts of the same keys ---
 # source: where the method's batches come from; batches: its validation rows; slow: the first slow_rows of them
 
 def losses(model, batches, slow, source):
-    """The loss the model is trained on; for text its perplexity and how often the likeliest token is right."""
-    rows = sum(len(batch[0]) for batch in batches)
-    loss = sum(model(*batch)[1].item() * len(batch[0]) for batch in batches) / rows
-    numbers = {'rows': rows, 'loss': loss}
-    if len(batches[0]) == 2:  # idx, targets; a row at a time, since the predictions of a batch may be large
-        numbers['perplexity'] = math.exp(min(loss, 700))
-        right = [(model(row[None])[0].argmax(dim=-1) == answers).double().mean()
-                 for idx, targets in batches for row, answers in zip(idx, targets)]
+    """The validation loss; for text its perplexity and how often the likeliest token is right."""
+    rows, total, right = 0, 0.0, []
+    for batch in progress(batches, 'losses'):
+        rows += len(batch[0])
+        total += model(*batch)[1].item() * len(batch[0])
+        if len(batch) == 2:  # idx, targets; a row at a time, since the predictions of a batch may be large
+            right += [(model(row[None])[0].argmax(dim=-1) == answers).double().mean()
+                      for row, answers in zip(*batch)]
+    numbers = {'rows': rows, 'loss': total / rows}
+    if right:
+        numbers['perplexity'] = math.exp(min(total / rows, 700))
         numbers['accuracy'] = torch.stack(right).mean().item()
     return numbers
 
@@ -60,7 +67,7 @@ def prefixes(model, batches, slow, source):
     from a row that ends before it, as in generation, against one pass over the whole row."""
     total, count = 0.0, 0
     for idx, targets in slow:
-        for t in range(idx.size(1)):
+        for t in progress(range(idx.size(1)), 'prefixes'):
             logits = model.next_logits(idx[:, :t + 1], None, None)
             total += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
         count += targets.numel()
@@ -95,11 +102,23 @@ def correlation(x, y):
     return r, math.erfc(abs(r) * math.sqrt((len(x) - 2) / max(1e-300, 1 - r * r) / 2))
 
 
+def calibration(d, gain):
+    """What the next slot gains where the model says d, a table of up to ten ranges of d; d and gain (N,)."""
+    bins = []
+    for low in range(10):
+        here = gain[inside := (d * 10).long().clamp(max=9) == low]
+        if len(here):
+            error = here.std(correction=0) / math.sqrt(len(here))
+            bins.append({"P(don't know)": d[inside].mean().item(), 'gain of the next': here.mean().item(),
+                         'standard error': error.item(), 'tokens': len(here)})
+    return bins
+
+
 def slots(model, batches, slow, source):
     """Catch Your Breath: what every slot knows, when the model stops, and whether it pauses where that helps."""
     W = model.config.W
     log_t, gap, right = (torch.cat(t) if t[0] is not None else None
-                         for t in zip(*(slot_numbers(model, *batch) for batch in batches)))
+                         for t in zip(*(slot_numbers(model, *batch) for batch in progress(batches, 'slots'))))
     table = [{'slot': i + 1, 'loss if forced': -log_t[:, i].mean().item(),
               'accuracy if forced': right[:, i].double().mean().item()} for i in range(W)]
     if gap is None:
@@ -111,7 +130,8 @@ def slots(model, batches, slow, source):
                       for omega in (model.omega, never_early))
     taken = (own * torch.arange(1, W + 1)).sum(dim=1)  # expected slots per token
     d, gain = torch.sigmoid(-gap[:, :-1]), log_t.exp().diff(dim=1)  # (N,W-1) each
-    r, p = correlation(d.flatten(), gain.flatten())
+    # pooled within the slots: the slots' means alone could give it another sign than it has in every slot
+    r, p = correlation(*((t - t.mean(dim=0)).flatten() for t in (d, gain)))
     for i, row in enumerate(table):
         row['stops here'] = own[:, i].mean().item()
         row["P(don't know)"] = torch.sigmoid(-gap[:, i]).mean().item()
@@ -119,23 +139,17 @@ def slots(model, batches, slow, source):
         if i < W - 1:
             row['gain of the next'] = gain[:, i].mean().item()
             row['r(d, gain)'], row['p'] = correlation(d[:, i], gain[:, i])
-    bins = []
-    for low in range(10):
-        inside = (d * 10).long().clamp(max=9) == low
-        if inside.any():
-            here = gain[inside]
-            bins.append({"P(don't know)": d[inside].mean().item(), 'gain of the next': here.mean().item(),
-                         'standard error': (here.std(correction=0) / math.sqrt(len(here))).item(), 'slots': len(here)})
     token = torch.cat([idx[targets >= 0] for idx, targets in batches]).cpu()
     count = torch.bincount(token)
     mean = torch.bincount(token, weights=taken) / count
     common = (count >= min(10, int(count.max()))).nonzero()[:, 0]  # rarer tokens say little
-    order = common[mean[common].argsort(descending=True)].tolist()
+    order = common[mean[common].argsort(descending=True, stable=True)].tolist()
     shown = order[:NAMED] + order[NAMED:][-NAMED:]
     return {'loss': loss, 'perplexity': math.exp(min(loss, 700)), 'loss at its own pace': own_loss,
             'perplexity at its own pace': math.exp(min(own_loss, 700)),
             'accuracy at its own pace': (own * right).sum(dim=1).mean().item(), 'slots per token': taken.mean().item(),
-            'r(d, gain)': r, 'p': p, 'slots': table, 'calibration': bins,
+            'r(d, gain) within slots': r, 'p': p, 'slots': table,
+            **{f'calibration of slot {i + 1}': calibration(d[:, i], gain[:, i]) for i in range(W - 1)},
             'tokens that pause longest and shortest': [
                 {'token': t, 'slots taken': mean[t].item(), 'seen': count[t].item()} for t in shown]}
 
@@ -158,7 +172,7 @@ def skipping(model, batches, slow, source):
                 at = T - torch.tensor(left, device=idx.device)
                 row_nll[every, at] = F.cross_entropy(logits, padded[every, at], reduction='none')
                 return padded[every, at].tolist()
-            for step in model.paced(rows, left, true_token, lambda d: (d > 0.5).tolist()):
+            for step in progress(model.paced(rows, left, true_token, lambda d: (d > 0.5).tolist()), 'skipping'):
                 taken += [answer[1] for answer in step if answer]
             nll.append(row_nll[:, :T].double())
         name = 'without unused pauses' if skip else 'where d > 1/2'
@@ -183,7 +197,8 @@ def answers(model, batches, slow, source):
     drawn = records.score(model, tokenizer, asked, every_block=False, samples=8, temperature=1.0, **how)
     steps = np.array([len(record.steps) for record in asked])
     own = right[np.arange(len(asked)), steps.clip(1, blocks) - 1]  # where stage 1 has the answer
-    numbers = {'questions': len(asked), 'accuracy': last.mean().item(), 'pass@8': drawn.any(1).mean().item(),
+    numbers = {'questions': len(asked), 'accuracy': last.mean().item(),
+               'pass@8 at temperature 1': drawn.any(1).mean().item(),
                'accuracy by steps': [{'steps': n, 'accuracy': last[steps == n].mean().item(), 'at the block of the last step':
                                       own[steps == n].mean().item() if blocks > 1 else None,
                                       'questions': (steps == n).sum().item()} for n in np.unique(steps).tolist()]}
@@ -199,11 +214,11 @@ def answer_times(model, batches, slow, source):
     each question in turn, so that a slow moment of the machine hits all."""
     models = {checkpoint or out_dir: model}
     for path in filter(None, beside.split(',')):
-        _, saved, models[path] = open_model(path)
+        _, saved, models[path] = open_model(path, device)
         if saved['method'] != 'rim' or saved['meta']['tokenizer'] != source.meta['tokenizer']:
             raise UserError(f'beside: {path} was not trained on records with the tokenizer of {source.dataset!r}')
     asked, times = source.test_records(min(10, eval_rows)), {path: [] for path in models}
-    for record in [asked[0], *asked]:  # the first question once more, to warm up
+    for record in progress([asked[0], *asked], 'times'):  # the first question once more, to warm up
         for path, other in models.items():
             how = {'n_mem': n_mem} if other.config.train_on in ('rim', 'pause') else {}
             times[path].append(records.time_answer(other, source.tokenizer, record.question, **how))
@@ -247,11 +262,12 @@ def shown(value):
     return f'{value:.4f}' if value == 0 or 1e-4 <= abs(value) < 1e5 else f'{value:.1e}'
 
 
-def print_numbers(numbers):
+def print_numbers(numbers, unit):
+    """unit: of what is named a loss."""
     tables = {name: value for name, value in numbers.items() if isinstance(value, list)}
     for name, value in numbers.items():
         if name not in tables:
-            print(f'{name:32s} {shown(value):>12s}')
+            print(f'{name:32s} {shown(value):>12s}' + f' {unit}' * ('loss' in name))
     for name, table in tables.items():
         if name in POINTS or not table:
             continue
@@ -291,22 +307,14 @@ def draw(numbers, title, path):
     return True
 
 
-def open_model(path):
-    """(path, checkpoint, its model) from a checkpoint's path or a run's folder."""
-    path = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
-    saved = load_checkpoint(path)
-    return path, saved, build_model(saved, path).to(choose_device(device)[0]).eval()
-
-
 @torch.no_grad()
 def main(argv):
-    settings, *_ = config.load(__file__, argv)
+    settings, *_ = load_settings(__file__, argv)
     globals().update(settings)
     config.check_range(settings, 'eval_rows slow_rows batch_size')
-    config.check_range(settings, 'seed threads', 0, 2 ** 63)
-    if threads:
-        torch.set_num_threads(threads)
-    path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'))
+    config.check_range(settings, 'seed', 0, 2 ** 63)
+    set_threads(threads)
+    path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
     if (n_mem or beside) and saved['method'] != 'rim':
         raise UserError(f'n_mem, beside: {path} is a {saved["method"]} model, they are for models of records')
     name = dataset or saved['settings'].get('dataset')
@@ -334,11 +342,11 @@ def main(argv):
 
     title = f'{saved["method"]}, {path} at step {saved["step"]}, {name}'
     print(title)
-    print_numbers(numbers)
+    print_numbers(numbers, source.unit)
     stem = os.path.splitext(path)[0]
     target = output or (os.path.join(os.path.dirname(path), 'eval') if os.path.basename(stem) == 'ckpt' else stem + '_eval')
     about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
-             'model_config': saved['model_config']}
+             'unit of loss': source.unit, 'model_config': saved['model_config']}
     write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))
     print(f'\nwritten to {target}.json' + (f' and {target}.png' if draw(numbers, title, target + '.png') else ''))
 

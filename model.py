@@ -237,7 +237,7 @@ class GPT(nn.Module):
         logits = self.logits(self.encode(idx, pad=pad))
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, mean_nll(logits, targets)
 
     # --- generation ---
 
@@ -250,12 +250,14 @@ class GPT(nn.Module):
         return self.logits(self.encode(idx, pad=pad, cache=cache)[:, -1])
 
     @torch.no_grad()
-    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None, use_cache=True):
+    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None, use_cache=True,
+               n_text=None):
         """Continue a batch of prompts, lists of token ids; yield after each step a list with every row's new token.
 
         A row that has produced stop_token yields None from then on. temperature 0 takes the likeliest token;
-        top_k > 0 and top_p < 1 drop the unlikely ones. A text that outgrows block_size slides on: the row goes on
-        from its last block_size / 2 tokens, so the cache is rebuilt once in block_size / 2 tokens and not at each.
+        top_k > 0 and top_p < 1 drop the unlikely ones. n_text: only ids below it, the tokenizer's, are drawn: the
+        vocabulary may be larger. A text that outgrows block_size slides on: the row goes on from its last
+        block_size / 2 tokens, so the cache is rebuilt once in block_size / 2 tokens and not at each.
         Raises UserError for an empty prompt and for sampling settings out of range.
         """
         check_sampling(prompts, temperature, top_k, top_p)
@@ -275,7 +277,7 @@ class GPT(nn.Module):
                     idx = torch.tensor([[row[-1]] for row in rows], device=device)
                     pad = None if pad is None else F.pad(pad, (0, 1))
                 logits = self.next_logits(idx, pad, cache)
-                new = sample_token(logits, temperature, top_k, top_p).tolist()
+                new = sample_token(logits[:, :n_text], temperature, top_k, top_p).tolist()
                 for row, token in zip(rows, new):
                     row.append(token)  # an ended row is fed on as well, its output is only not shown
                 yield [None if over else token for token, over in zip(new, ended)]
@@ -313,8 +315,13 @@ class GPT(nn.Module):
         """Start from another checkpoint's weights (a state dict), tensor by tensor of the same name.
 
         Where this model has more rows (a larger vocabulary), the further rows keep their initial values. Returns the
-        names of tensors that the checkpoint does not have. Raises UserError where the shapes do not fit.
+        names of tensors that the checkpoint does not have. Raises UserError where the shapes do not fit, or where
+        a head of its own would have to share the embeddings' matrix.
         """
+        tied = self.lm_head.weight is self.wte.weight and 'lm_head.weight' in state
+        if tied and not torch.equal(state['lm_head.weight'], state['wte.weight']):
+            raise UserError('tie_weights = True: the checkpoint to start from has a head of its own, which would '
+                            'replace the embeddings; use tie_weights = False')
         own = self.state_dict()  # shares memory with the parameters
         for name, tensor in state.items():
             if name not in own or tensor.shape[1:] != own[name].shape[1:] or len(tensor) > len(own[name]):
@@ -339,9 +346,15 @@ class GPT(nn.Module):
         return rows * sum(self.row_lengths()[0]) * 16 * self.config.n_embd * bytes_per_number
 
 
+def mean_nll(logits, targets):
+    """Mean cross-entropy in nats of logits (B,T,V) over the targets (B,T) that are not -1; 0 where all are."""
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
+    return total / (targets >= 0).sum().clamp(min=1)
+
+
 def check_sampling(prompts, temperature, top_k, top_p):
     if not prompts or not all(len(p) for p in prompts):
-        raise UserError('the prompt is empty: give at least one token, such as a newline')
+        raise UserError('the prompt is empty: give at least one token')
     for name, value, ok in [('temperature', temperature, temperature >= 0), ('top_k', top_k, top_k >= 0),
                             ('top_p', top_p, 0 < top_p <= 1)]:
         if not ok:
@@ -359,16 +372,16 @@ def left_pad(rows, device):
 
 
 def sample_token(logits, temperature, top_k=0, top_p=1.0):
-    """One token per row of logits (B,V) -> (B,)."""
+    """One token per row of logits (B,V) -> (B,). At a tie the lower id comes first."""
     if temperature < GREEDY:
         return logits.argmax(dim=-1)
     logits = logits / temperature
-    if top_k:
-        kth = logits.topk(min(top_k, logits.size(-1)), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -math.inf)
-    if top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probs = ordered.softmax(dim=-1)
-        beyond = probs.cumsum(dim=-1) - probs >= top_p  # mass before a token already reaches top_p; never the first
-        logits = logits.masked_fill(beyond.gather(1, order.argsort(dim=-1)), -math.inf)
+    if top_k or top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        if top_k:
+            ordered[:, top_k:] = -math.inf
+        if top_p < 1:
+            probs = ordered.softmax(dim=-1)
+            ordered[probs.cumsum(dim=-1) - probs >= top_p] = -math.inf  # the mass before a token reaches top_p
+        logits = logits.scatter(1, order, ordered)
     return torch.multinomial(logits.softmax(dim=-1), 1)[:, 0]

@@ -53,6 +53,9 @@ class RiMConfig(GPTConfig):
         check_range(vars(self), 'n_blocks n_mem max_steps coconut_stages thoughts_per_stage')
         check_range(vars(self), 'epochs stage2_iters stage2_epochs stage2_learning_rate lora_rank', 0)
         check_range(vars(self), 'stage2_dropout', 0, 1)
+        if self.lora_rank > self.n_embd:
+            raise UserError(f'lora_rank = {self.lora_rank}: must be at most n_embd = {self.n_embd}, as no matrix '
+                            'has a higher rank')
 
 
 # --- rows ---
@@ -118,23 +121,15 @@ def memory_mask(readout):
 # --- the model ---
 
 class LoRALinear(nn.Linear):
-    """weight + 2 B A with a frozen weight (arXiv 2106.09685); for inference the sum is made once."""
+    """weight + 2 B A with a frozen weight (arXiv 2106.09685). The sum is not stored: it would go stale."""
 
     def __init__(self, linear, rank):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
         self.load_state_dict(linear.state_dict())
         self.lora_a = nn.Parameter(torch.randn(rank, self.in_features) * self.in_features ** -0.5)
         self.lora_b = nn.Parameter(torch.zeros(self.out_features, rank))
-        self.merged = None
-
-    def train(self, mode=True):
-        if mode or self.merged is None:
-            self.merged = None if mode else (self.weight + LORA_SCALE * self.lora_b @ self.lora_a).detach()
-        return super().train(mode)
 
     def forward(self, x):
-        if self.merged is not None:
-            return F.linear(x, self.merged, self.bias)
         return super().forward(x) + LORA_SCALE * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
@@ -262,7 +257,8 @@ class RiM(GPT):
     def read(self, cache, pad, point, max_new_tokens=32, temperature=0.0, top_k=0, top_p=1.0, on_token=None):
         """Decode a read-out at one of prefill's points: (token lists without the end token, log-probabilities (B,)).
 
-        The cache is cut back to the point. Blocks after it are overwritten, so read later blocks before earlier ones.
+        <b>, <m> and </b> are never drawn: the probabilities are those among text and <end>. The cache is cut back
+        to the point. Blocks after it are overwritten, so read later blocks before earlier ones.
         on_token: called with each step's tokens (B,).
         """
         end, hidden = point
@@ -278,6 +274,7 @@ class RiM(GPT):
                 pad = None if pad is None else F.pad(pad, (0, 1))
                 at = (position + i - 1).clamp(max=last)[:, None]  # rows that have ended are fed on, their output unused
                 logits = self.logits(self.encode(token[:, None], at, pad=pad, cache=cache)[:, -1])
+            logits[:, self.special[0]:self.special[3]] = -torch.inf
             token = sample_token(logits, temperature, top_k, top_p)
             if on_token:
                 on_token(token)
@@ -312,10 +309,13 @@ class RiM(GPT):
     def ask(self, tokenizer, question, show=False, **sampling):
         """The answer to a question, as text; with show, what each block answers and with what probability."""
         read = self.answers([records.encode_question(tokenizer, question)], every_block=show, **sampling)
+
+        def answer(rows):  # to one question; line breaks around it say nothing
+            return tokenizer.decode(rows[0]).strip()
         if not show:
-            return tokenizer.decode(read[-1][0][0][0])
+            return answer(read[-1][0][0])
         place = 'block' if self.config.train_on in ('rim', 'pause') else 'answer'
-        return '\n'.join(f'{place} {k}: {tokenizer.decode(rows[0])}  (probability {log_p[0].exp().item():.3f})'
+        return '\n'.join(f'{place} {k}: {answer(rows)}  (probability {log_p[0].exp().item():.3f})'
                          for k, [(rows, log_p)] in enumerate(read, 1))
 
 
@@ -360,12 +360,14 @@ class RiMBatches(records.RecordBatches):
         return stages
 
     def row(self, question, steps, answer, step, validating=False):
-        """The row of an encoded record at a step of the run. For validation the last read-out alone counts: with blocks
-        the loss is that of the answer in every stage."""
+        """The row of an encoded record at a step of the run. For validation the last read-out alone counts, and
+        Coconut has all its thoughts: the loss is that of the answer in every stage, with cot of the steps too."""
         c, stage = self.config, 0
         while stage + 1 < len(self.stage_list) and step >= self.stage_list[stage][1]:
             step -= self.stage_list[stage][1]
             stage += 1
+        if c.train_on == 'coconut' and validating:
+            stage = c.coconut_stages - 1
         if c.train_on in ('sft', 'cot', 'coconut'):
             n_mem, replaced = None, len(steps) if c.train_on == 'sft' else 0
             if c.train_on == 'coconut':

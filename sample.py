@@ -2,12 +2,16 @@
 
 --show=True colours every token by what the model spent on it: streams held, or slots taken. A model trained on records
 answers the question in --prompt; --show=True then prints what is read after each memory block, with its probability.
+A training config in place of --out_dir, as in python sample.py config/tb_small.py, tells where its run is.
 """
+import math
+import os
 import sys
 
 import torch
 
 import config
+import train
 from config import UserError
 from config.checkpoint import load_checkpoint
 from config.machine import choose_device
@@ -15,8 +19,8 @@ from data import Tokenizer
 from train import METHODS, build_model
 
 out_dir = 'out/tb_small'  # the run whose checkpoint is read
-checkpoint = ''  # a checkpoint's path instead, such as out/tb_small/best.pt
-prompt = '\n'  # the text to continue
+checkpoint = ''  # a checkpoint's path or a run's folder instead, such as out/tb_small/best.pt
+prompt = ''  # the text to continue, or a question; without it, a line break or any character, or one of the data's
 prompt_file = ''  # a file with the text to continue instead
 num_samples = 1  # continuations or answers
 max_new_tokens = 300  # tokens per continuation
@@ -55,17 +59,37 @@ def coloured(tokenizer, tokens, effort, unit, terminal):
     return f'{text}\n{unit} per token: {legend}  mean {mean:.2f}'
 
 
+def load_settings(script, argv):
+    """As config.load, for a script that reads what a run has written."""
+    of_training = config.script_settings(train.__file__)
+    for config_class, *_ in METHODS.values():
+        of_training.update(config.class_settings(config_class))
+    return config.load(script, argv, of_training=of_training)
+
+
+def open_model(path, device):
+    """(path, checkpoint, its model) from a checkpoint's path or a run's folder; says on stderr what was read."""
+    path = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
+    saved = load_checkpoint(path)
+    model = build_model(saved, path).to(choose_device(device)[0]).eval()
+    best, unit = saved['best_val_loss'], METHODS[saved['method']][2].unit
+    loss = f'best validation loss {best:.4f} {unit}' if math.isfinite(best) else 'not evaluated yet'
+    print(f'{path}: {saved["method"]}, step {saved["step"]}, {loss}', file=sys.stderr)
+    return path, saved, model
+
+
 def main(argv):
-    settings, _, given = config.load(__file__, argv)
+    settings, _, given = load_settings(__file__, argv)
     globals().update(settings)
     config.check_range(settings, 'num_samples max_new_tokens')
     config.check_range(settings, 'seed', 0, 2 ** 63)
-    path = checkpoint or f'{out_dir}/ckpt.pt'
-    saved = load_checkpoint(path)
-    model = build_model(saved, path).to(choose_device(device)[0]).eval()
+    path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
     tokenizer = Tokenizer(saved['meta']['tokenizer'])  # travels inside the checkpoint: no data set is needed
+    asks = saved['meta']['kind'] == 'records'
 
     text = prompt
+    if 'prompt' not in given:
+        text = str(saved['meta'].get('example', '')) if asks else tokenizer.start_text()
     if prompt_file:
         try:
             with open(prompt_file, encoding='utf-8-sig') as f:
@@ -76,11 +100,13 @@ def main(argv):
         if name in given:
             raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model and has no such setting')
     sampling = {name: settings[name] for name in model.sampling}
-    if saved['meta']['kind'] == 'records':  # a model that was trained to answer is asked
+    if asks:  # a model that was trained to answer
         if 'stop' in given:
             raise UserError(f'stop = {stop!r}: a model trained on records ends its answer itself')
         if not text.strip():
             raise UserError('prompt is empty: ask a question, such as --prompt="..."')
+        if not {'prompt', 'prompt_file'} & set(given):
+            print(f'prompt: {text}', file=sys.stderr)
         torch.manual_seed(seed)
         if not {'temperature', 'top_k', 'top_p'} & set(given):
             sampling['temperature'] = 0.0  # without another wish, the likeliest answer
@@ -91,6 +117,7 @@ def main(argv):
     stop_ids = tokenizer.encode(stop)
     if len(stop_ids) > 1:
         raise UserError(f'stop = {stop!r} is {len(stop_ids)} tokens: give the text of a single token')
+    sampling['n_text'] = tokenizer.n_text
     sampling['stop_token'] = stop_ids[0] if stop_ids else None
     prompts, new = [ids] * num_samples, [[] for _ in range(num_samples)]
     if show and not model.effort_unit:
@@ -108,7 +135,7 @@ def main(argv):
                 print(so_far[len(written):], end='', flush=True)
                 written = so_far
     if live:
-        print()
+        print(so_far[len(written):])
         return
     effort = model.effort(prompts, new) if show else None
     for i, row in enumerate(new):

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import UserError, check_range
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, mean_nll
 
 MIN_LOG_SCORE = -20.0  # no single fork or keep score falls below exp(-20): no live stream ever looks like padding
 PAD = -1e4  # log_p of a stream that is padding: exp(PAD) is 0, hence nobody attends to it and nothing updates it
@@ -58,8 +58,8 @@ def select(log_p, src, scores, limit, random=False):
     is_last = F.pad(src[:, 1:] != src[:, :-1], (0, 1), value=True)
     forced = torch.stack((torch.zeros_like(is_last), is_last), dim=-1).flatten(1)
     rank = rank.masked_fill(forced, math.inf)
-    # a stable sort, not topk: equal tokens tie exactly before the first block, and then the earlier one must win
-    # on every device and in every batch
+    # a stable sort, not topk: at an exact tie, as of equal tokens before the first block, the earlier stream wins.
+    # After a block equal tokens differ by rounding, which depends on device and batch
     order = rank.sort(dim=1, descending=True, stable=True).indices
     n = limit if isinstance(limit, int) else int(limit.max())
     chosen, where = order[:, :n].sort(dim=1)
@@ -185,13 +185,12 @@ class Thoughtbubbles(GPT):
         if targets is None:
             return self.merge(x, log_p, src, T), None
         if self.config.merge != 'probs':
-            logits = self.merge(x, log_p, src, T)
-            return None, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+            return None, mean_nll(self.merge(x, log_p, src, T), targets)
         nll = F.cross_entropy(self.logits(x).flatten(0, 1), targets.gather(1, src).flatten(), ignore_index=-1,
                               reduction='none').view_as(src)  # (B,S)
         token_nll = -token_logsumexp(token_weights(log_p, src, T) - nll, src, T)  # (B,T)
         counted = targets != -1
-        return None, (token_nll * counted).sum() / counted.sum()
+        return None, (token_nll * counted).sum() / counted.sum().clamp(min=1)
 
     # --- generation: which copies survive depends on the whole text, so it is reread at every step ---
 

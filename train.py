@@ -9,6 +9,8 @@ refusals) is in config/run.py. The settings below are overridden by a config fil
 them with those of the models.
 """
 import math
+import os
+import shlex
 
 import torch
 import torch.distributed as dist
@@ -263,8 +265,11 @@ def main(argv):
                 run.say(batches.report(raw_model))
         except Exception as e:  # the run has ended well all the same
             run.say(f'a report on the model could not be made ({type(e).__name__}: {first_line(e)})')
+        command = ['python', os.path.relpath(os.path.join(config.ROOT, 'sample.py')), f'--out_dir={out_dir}']
+        if batches.example:
+            command.append(f'--prompt={batches.example}')
         run.say(f'{out_dir}/ckpt.pt is the last model, {out_dir}/best.pt the best (val loss {best_val_loss:.4f}); '
-                f'python sample.py --out_dir={out_dir} samples from it')
+                f'{shlex.join(command)} samples from it')
     else:
         run.say(f'stopped by a signal after step {it}; go on with the same command and --init_from=resume')
     # DDP's reducer must not be the last to hold the group: it would wait for gloo's thread without letting go of

@@ -114,11 +114,13 @@ def unknown(name, known, where):
     return UserError(f'{where}: there is no setting {name!r}; {hint}')
 
 
-def load(script, argv, methods=None, method_of=None):
+def load(script, argv, methods=None, method_of=None, of_training={}):
     """Settings of `script` after config files and command line.
 
     methods: {name: config class} where the setting `method` chooses whose fields are settings too; where it is not
     given, method_of(settings of the script) may know it, from a checkpoint, or return None for the default.
+    of_training: the settings of training, {name: Setting}, for a script that reads what a run has written: of a
+    config file that holds one of them which the script has not, its out_dir alone counts.
     Returns (settings of the script, settings of the method's config that were given, {name: where it was given}).
     Paths in the script and in config files count from the repository, those of the command line from the current folder.
     Raises UserError on an unknown name or a value of the wrong type; prints the settings and exits on --help.
@@ -133,7 +135,10 @@ def load(script, argv, methods=None, method_of=None):
         if arg in ('--help', '-h'):
             help_wanted = True
         elif not arg.startswith('--'):
-            given.update({name: (value, arg) for name, value in read_config_file(arg).items()})
+            names = read_config_file(arg)
+            if (names.keys() & of_training.keys()) - known.keys():
+                names = {'out_dir': names.get('out_dir', of_training['out_dir'].default)}
+            given.update({name: (value, arg) for name, value in names.items()})
         elif '=' in arg:
             name, _, value = arg[2:].partition('=')
             command_line[name] = (value, 'command line')

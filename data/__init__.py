@@ -262,7 +262,9 @@ def check_crc32(path, content, meta):
 class TextBatches:
     """Rows of block_size tokens from a text. Training rows start anywhere; validation rows are spread evenly over
     val.bin without overlap and are always the same, so that the curves of different methods compare."""
-    unit = 'nats per token'  # of the losses
+
+    unit = 'nats per token'  # of the loss
+    example = ''  # a prompt for sample.py, which needs none here
 
     def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step=1):
         if meta['kind'] != 'text':
@@ -310,5 +312,5 @@ class TextBatches:
         """What a finished run prints: a sample of the model's text."""
         torch.manual_seed(self.seed)
         prompt = self.tokenizer.encode(self.tokenizer.start_text())
-        new = model.generate([prompt], 200, temperature=0.8)[0]
+        new = model.generate([prompt], 200, temperature=0.8, n_text=self.tokenizer.n_text)[0]
         return 'a sample at temperature 0.8:\n' + self.tokenizer.decode(new)

@@ -15,6 +15,7 @@ from fractions import Fraction
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from config import UserError
 from config.files import write_file
@@ -125,6 +126,7 @@ def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
     tokenizer_spec = {**tokenizer_spec, 'special': SPECIAL}
     tokenizer = Tokenizer(tokenizer_spec)
     meta = {'kind': 'records', 'tokenizer': tokenizer_spec, 'vocab_size': tokenizer.vocab_size, 'source': source,
+            'example': min((row[0] for row in splits.get('val', ())), key=len, default=''),  # for sample.py to ask
             'left_out': left_out or {}, 'crc32': {'tokenizer': zlib.crc32(json.dumps(tokenizer_spec).encode())}}
     contents = {}
     for split, rows in splits.items():
@@ -243,7 +245,8 @@ class RecordBatches:
     A method says with `length`, `tokens`, `row` and `batch` how records become tensors. Raises UserError for a data set that
     is plain text or whose tokenizer lacks the special tokens, and if no record fits into block_size.
     """
-    unit = 'nats per record'  # of the losses
+
+    unit = 'nats per record'  # of the loss: summed over a row's tokens
 
     def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
         if meta['kind'] != 'records':
@@ -264,6 +267,7 @@ class RecordBatches:
         self.lengths = np.array([self.tokens(*encoded) for encoded in self.encoded['train']])
         self.row_tokens, self.epoch_steps = self.lengths.mean(), -(-len(self.lengths) // rows_per_step)
         self.n_val = min(eval_rows, len(self.encoded['val']))
+        self.example = self.records['val'][0].question
         gold_answers(self.records['val'])  # an answer that cannot be compared is to be known now, not after the run
 
     def _read(self, dataset, split):
@@ -337,7 +341,7 @@ class RecordBatches:
 
     def report(self, model):
         """What a finished run prints: accuracy on validation records, block by block, and an example."""
-        sample = self.records['val'][:300]
+        sample = self.records['val'][:self.n_val]
         right = score(model, self.tokenizer, sample)  # (n, blocks)
         lines = [f'accuracy on {len(sample)} validation records: {right[:, -1].mean():.1%}']
         by_steps = {}
@@ -366,7 +370,7 @@ def gold_answers(records):
 def read_answers(model, tokenizer, records, batch_size=32, **how):
     """Yield (record's number, block, sample, text) of all read-outs; how: see the model's `answers`."""
     order = sorted(range(len(records)), key=lambda i: len(records[i].question))  # little padding
-    for first in range(0, len(order), batch_size):
+    for first in tqdm(range(0, len(order), batch_size), 'answers', disable=None, leave=False):
         part = order[first:first + batch_size]
         questions = [encode_question(tokenizer, records[i].question) for i in part]
         for block, samples in enumerate(model.answers(questions, **how)):
@@ -382,7 +386,7 @@ def score(model, tokenizer, records, every_block=True, samples=1, **how):
     gold, right = gold_answers(records), {}
     for i, block, _, text in read_answers(model, tokenizer, records, every_block=every_block, samples=samples, **how):
         right[i, block] = (right.get((i, block), False)
-                           or same_number(parse_number(text.split('\n')[-1]), gold[i]))
+                           or same_number(parse_number(text.strip().split('\n')[-1]), gold[i]))
     return np.array([[right[i, block] for block in range(1 + max(b for _, b in right))] for i in range(len(records))])
 
 
@@ -394,6 +398,7 @@ def time_answer(model, tokenizer, question, **how):
         tokens.extend(token.tolist())
         times.append(time.perf_counter() - start)
     model.answers([encode_question(tokenizer, question)], on_token=on_token, **how)
-    newline = tokenizer.encode('\n')[-1]
-    first = max((i + 1 for i, token in enumerate(tokens[:-1]) if token == newline), default=0)
+    between = tokenizer.encode('\n')[-1], tokenizer.special['<end>']
+    last = max((i for i, token in enumerate(tokens) if token not in between), default=0)
+    first = max((i + 1 for i, token in enumerate(tokens[:last]) if token in between), default=0)
     return times[first], times[-1]

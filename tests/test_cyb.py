@@ -122,7 +122,7 @@ def test_gradients_against_finite_differences(omega, chunk, monkeypatch):
 @pytest.mark.parametrize('chunk', [1, 50, 2 ** 20])
 def test_chunks_equal_the_definition(chunk, monkeypatch):
     monkeypatch.setattr(cyb, 'CHUNK', chunk)
-    model = breath(gamma0=0.7, omega='geometric')
+    model = breath(gamma0=0.7, omega='geometric').train()  # gamma is for training alone
     idx, targets = torch.randint(11, (2, 3, 8))
     targets[0, :3] = -1
     z, _ = every_slot(model, idx)
@@ -139,10 +139,15 @@ def test_chunks_equal_the_definition(chunk, monkeypatch):
         assert model(idx, targets)[1].item() == pytest.approx(want.item(), abs=1e-12)
 
 
-def test_no_token_counted_is_no_loss():
-    loss = breath()(torch.zeros(1, 4, dtype=torch.long), torch.full((1, 4), -1))[1]
-    loss.backward()
-    assert loss.item() == 0
+def test_validation_is_the_plain_likelihood_whatever_the_discount():
+    idx, targets = torch.randint(11, (2, 3, 8))
+    for omega in OMEGAS:
+        plain, discounted = breath(omega=omega), breath(omega=omega, gamma0=0.5)
+        want = F.nll_loss(discounted(idx)[0].flatten(0, 1), targets.flatten()).item()
+        assert discounted(idx, targets)[1].item() == pytest.approx(want, abs=1e-12)
+        assert discounted(idx, targets)[1].item() == plain(idx, targets)[1].item()
+        if omega != 'first':  # there the discount never acts
+            assert discounted.train()(idx, targets)[1].item() > plain.train()(idx, targets)[1].item() + 1e-3
 
 
 def test_a_pause_after_the_stop_gets_no_gradient():
@@ -160,6 +165,11 @@ def test_memory_of_a_step_is_below_one_copy_of_the_logits(monkeypatch):
     model = CYB(CYBConfig(**{**SIZE, 'vocab_size': V, 'block_size': T, 'W': W}))
     idx = torch.randint(V, (4, T))
     assert bench.peak_memory(lambda: model(idx, idx)[1].backward()) < 4 * T * W * V * 4
+
+
+def test_to_measure_memory_writes_no_lines(capfd):
+    assert bench.peak_memory(lambda: torch.zeros(1000)) == 4000
+    assert capfd.readouterr() == ('', '')
 
 
 # --- the model ---
@@ -234,6 +244,13 @@ def test_tbys_is_cross_entropy_in_the_last_slot():
     torch.testing.assert_close(model(idx, targets)[1], F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
     assert model.generate([[1, 2]], 3, temperature=0)[0][0] == model(torch.tensor([[1, 2]]))[0][0, -1].argmax()
     assert model.slots == [[4, 4, 4]]
+
+
+def test_ids_that_are_no_text_are_not_drawn():
+    model = breath(tie_weights=False)
+    for settings in (dict(temperature=0), dict(temperature=3.0), dict(pace='all', top_k=9)):
+        assert any(max(row) >= 4 for row in model.generate(PROMPTS, 20, **settings))
+        assert all(max(row) < 4 for row in model.generate(PROMPTS, 20, n_text=4, **settings))
 
 
 def test_bfloat16_autocast_keeps_the_loss_in_float32():

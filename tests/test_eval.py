@@ -1,15 +1,21 @@
 """eval.py: its numbers against the same ones computed in another way."""
 import importlib.util
+import io
 import json
 import math
+import os
+import sys
 
 import pytest
 import torch
 
+import bench
 import data
 import eval as evaluation
+import sample
 from config import UserError
-from config.checkpoint import load_checkpoint
+from config.checkpoint import load_checkpoint, save_checkpoint
+from cyb import CYB, CYBConfig
 from train import build_model
 
 
@@ -38,7 +44,9 @@ def test_loss_and_files(numbers, settings, tmp_path, capsys):
     assert got['loss'] == pytest.approx(loss, rel=1e-4) and got['perplexity'] == pytest.approx(math.exp(loss), rel=1e-4)
     assert got['accuracy'] == pytest.approx((predictions.argmax(dim=2) == targets).double().mean().item())
     assert got['method'] == settings['method'] and got['step'] == 30 and got['rows'] == 8
-    assert f'{got["loss"]:.4f}' in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert f'{got["loss"]:.4f} nats per token\n' in said.out and got['unit of loss'] == 'nats per token'
+    assert said.err == f'{tmp_path}/run/ckpt.pt: {settings["method"]}, step 30, best validation loss {got["loss"]:.4f} nats per token\n'
     drawn = settings['method'] == 'cyb' and importlib.util.find_spec('matplotlib') is not None
     assert (tmp_path / 'run' / 'eval.png').exists() == drawn
 
@@ -81,15 +89,17 @@ def test_slots(numbers, monkeypatch):
     assert got['accuracy at its own pace'] == pytest.approx((stops * right).sum(1).mean().item(), rel=1e-5)
     assert got['slots per token'] == pytest.approx((stops @ torch.arange(1.0, 4).double()).mean().item(), rel=1e-5)
     gain = t[:, 1:] - t[:, :-1]
-    r = torch.corrcoef(torch.stack((d[:, :-1].flatten(), gain.flatten())))[0, 1].item()
-    assert got['r(d, gain)'] == pytest.approx(r, rel=1e-4)
-    want = [(int(10 * x), x, g) for x, g in zip(d[:, :-1].flatten().tolist(), gain.flatten().tolist())]
-    for b, row in zip(sorted({b for b, _, _ in want}), got['calibration'], strict=True):
-        x, g = (torch.tensor(v, dtype=torch.double) for v in zip(*[(x, g) for at, x, g in want if at == b]))
-        assert row['slots'] == len(g) and row["P(don't know)"] == pytest.approx(x.mean().item(), rel=1e-4)
-        assert row['gain of the next'] == pytest.approx(g.mean().item(), rel=1e-3)
-        assert row['standard error'] == pytest.approx(g.std(correction=0).item() / len(g) ** 0.5, rel=1e-3)
-    assert len(got['calibration']) > 1
+    within = [torch.cat([x[:, i] - x[:, i].mean() for i in range(2)]) for x in (d, gain)]
+    r = torch.corrcoef(torch.stack(within))[0, 1].item()
+    assert got['r(d, gain) within slots'] == pytest.approx(r, rel=1e-4)
+    for i in range(2):
+        table, want = got[f'calibration of slot {i + 1}'], [(int(10 * x), x, g) for x, g in zip(d[:, i].tolist(), gain[:, i].tolist())]
+        for b, row in zip(sorted({b for b, _, _ in want}), table, strict=True):
+            x, g = (torch.tensor(v, dtype=torch.double) for v in zip(*[(x, g) for at, x, g in want if at == b]))
+            assert row['tokens'] == len(g) and row["P(don't know)"] == pytest.approx(x.mean().item(), rel=1e-4)
+            assert row['gain of the next'] == pytest.approx(g.mean().item(), rel=1e-3)
+            assert row['standard error'] == pytest.approx(g.std(correction=0).item() / len(g) ** 0.5, rel=2e-3, abs=1e-9)
+    assert len(got['calibration of slot 1']) > 1
     taken = [row['slots taken'] for row in got['tokens that pause longest and shortest']]
     assert taken == sorted(taken, reverse=True) and taken[0] > taken[-1]
     mean = {int(v): (stops @ torch.arange(1.0, 4).double())[idx.flatten() == v].mean().item() for v in idx.unique()
@@ -100,6 +110,20 @@ def test_slots(numbers, monkeypatch):
     here = idx.flatten() == 1  # characters are sorted: newline, space, ...
     assert space['seen'] == here.sum()
     assert space['slots taken'] == pytest.approx((stops @ torch.arange(1.0, 4).double())[here].mean().item(), rel=1e-5)
+
+
+def test_a_relation_within_slots_does_not_hide_behind_that_of_their_means(monkeypatch):
+    spread = torch.randn(500).double() * 0.02
+    d = torch.stack((0.8 + spread, 0.2 + spread, torch.full_like(spread, 0.5)), dim=1)
+    gain = torch.stack((0.1 + spread, 0.4 + spread), dim=1)  # in each slot more where d is more, yet more where d is low
+    log_t = torch.cat((torch.full((500, 1), 0.1), 0.1 + gain.cumsum(1)), dim=1).log()
+    monkeypatch.setattr(evaluation, 'slot_numbers', lambda *batch: (log_t, -torch.logit(d), log_t < 0))
+    model = CYB(CYBConfig(vocab_size=3, W=3))
+    got = evaluation.slots(model, [(torch.zeros(500, 1, dtype=torch.long), torch.zeros(500, 1))], [], None)
+    assert [row['r(d, gain)'] for row in got['slots'][:2]] == pytest.approx([1, 1])
+    assert got['r(d, gain) within slots'] == pytest.approx(1)
+    assert evaluation.correlation(d[:, :2].flatten(), gain.flatten())[0] < -0.9
+    assert got['calibration of slot 1'][0]["P(don't know)"] > 0.7 and got['calibration of slot 2'][-1]["P(don't know)"] < 0.3
 
 
 @torch.no_grad()
@@ -117,6 +141,55 @@ def test_what_skipping_costs(numbers):
     assert got['loss where d > 1/2'] == pytest.approx(-at_slot.gather(2, targets[..., None]).mean().item(), rel=1e-4)
     assert got['slots where d > 1/2'] == pytest.approx((slot + 1.0).mean().item())
     assert 1.01 < got['slots where d > 1/2'] < 2.99 and got['loss without unused pauses'] != got['loss where d > 1/2']
+
+
+@pytest.mark.parametrize('script', [evaluation, sample])
+def test_a_training_config_or_a_folder_tells_where_the_run_is(run, dataset, tmp_path, capsys, script):
+    run('run')
+    for name, lines in [('training', f"method = 'gpt'\ndataset = 'no such set'\nn_mem, n_blocks, seed = 3, 4, 5\nout_dir = '{tmp_path}/run'"),
+                        ('own', f"out_dir = '{tmp_path}/run'\nseed = 6"), ('elsewhere', "method = 'gpt'"),
+                        ('wrong', "outdir = 'x'")]:
+        (tmp_path / f'{name}.py').write_text(lines + '\n', encoding='utf-8')
+    where = f'{tmp_path}/run/ckpt.pt: gpt, step 4, best validation loss '
+    own_seed = 1337
+    for arguments, seed in [(['training.py'], own_seed), (['own.py'], 6), ([f'--checkpoint={tmp_path}/run'], own_seed),
+                            ([f'--out_dir={tmp_path}/run', 'elsewhere.py', '--seed=7'], 7)]:
+        script.main([a if a.startswith('--') else f'{tmp_path}/{a}' for a in arguments] + ['--device=cpu'])
+        assert capsys.readouterr().err.startswith(where) and script.seed == seed
+    with pytest.raises(UserError, match='out/run/ckpt.pt is not there'):
+        script.main([f'{tmp_path}/elsewhere.py'])
+    for wrong in ([f'{tmp_path}/wrong.py'], ['--n_layer=3']):
+        with pytest.raises(UserError, match='there is no setting'):
+            script.main(wrong)
+
+
+def test_a_checkpoint_that_was_never_evaluated_says_so(run, tmp_path, capsys):
+    save_checkpoint(f'{tmp_path}/new.pt', {**run(), 'best_val_loss': math.inf})
+    capsys.readouterr()
+    sample.main([f'--checkpoint={tmp_path}/new.pt', '--device=cpu'])
+    assert capsys.readouterr().err == f'{tmp_path}/new.pt: gpt, step 4, not evaluated yet\n'
+
+
+@pytest.mark.parametrize('method, bars', [('thoughtbubbles', ['losses', 'prefixes']), ('cyb', ['losses', 'slots', 'skipping'])])
+def test_progress_is_shown_on_a_terminal(run, tmp_path, monkeypatch, method, bars):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+    run('run', method=method)
+    monkeypatch.setattr(sys, 'stderr', Terminal())
+    evaluation.main([f'--out_dir={tmp_path}/run', '--device=cpu', '--eval_rows=8', '--slow_rows=2'])
+    assert all(f'{bar}: ' in sys.stderr.getvalue() for bar in bars)
+
+
+def test_no_script_is_run_for_a_data_set_that_a_checkpoint_names(run, dataset, tmp_path):
+    run('run')
+    os.remove(os.path.join(dataset, 'meta.json'))
+    mark = tmp_path / 'mark'
+    with open(os.path.join(dataset, 'prepare.py'), 'w', encoding='utf-8') as f:
+        f.write(f'SMALL = True\nopen({str(mark)!r}, "w").close()\n')
+    with pytest.raises(UserError, match='meta.json is missing'):
+        evaluation.main([f'--out_dir={tmp_path}/run', '--device=cpu'])
+    assert not mark.exists()
 
 
 def test_correlation():
@@ -138,8 +211,10 @@ def test_wrong_inputs(run, dataset, tmp_path):
     with pytest.raises(UserError, match='nowhere'):
         evaluation.main([f'--out_dir={tmp_path}/nowhere'])
     for wrong, message in [('--threads=-1', 'threads = -1'), (f'--seed={10 ** 20}', f'seed = {10 ** 20}'),
-                           ('--n_mem=2', 'is a gpt model'), ('--beside=x', 'is a gpt model')]:
+                           ('--threads=100000', 'threads = 100000'), ('--n_mem=2', 'is a gpt model'), ('--beside=x', 'is a gpt model')]:
         with pytest.raises(UserError, match=message):
             evaluation.main([f'--out_dir={tmp_path}/run', wrong])
+    with pytest.raises(UserError, match='threads = 100000'):
+        bench.main(['--threads=100000'])
     with pytest.raises(UserError, match='slow_rows = 0'):
         evaluation.main([f'--out_dir={tmp_path}/run', '--slow_rows=0'])

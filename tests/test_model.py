@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from config import UserError
-from model import GPT, CausalSelfAttention, GPTConfig, causal_mask, left_pad, rotate, sample_token
+from model import GPT, CausalSelfAttention, GPTConfig, causal_mask, left_pad, mean_nll, rotate, sample_token
 
 SETTINGS = dict(vocab_size=11, block_size=16, n_layer=2, n_head=2, n_embd=16)
 
@@ -114,6 +114,16 @@ def test_loss_is_cross_entropy_and_ignores():
     assert len(expected) == 9 and abs(loss - sum(expected) / 9) < 1e-12
 
 
+def test_the_mean_over_targets_equals_torchs_bit_for_bit():
+    for dtype in (torch.float32, torch.double):
+        logits = torch.randn(5, 7, 11, dtype=dtype, requires_grad=True)
+        targets = torch.randint(-1, 11, (5, 7))
+        want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        got = mean_nll(logits, targets)
+        assert torch.equal(got, want)
+        assert torch.equal(*(torch.autograd.grad(loss, logits)[0] for loss in (got, want)))
+
+
 @pytest.mark.parametrize('settings', [dict(tie_weights=False), dict(tie_weights=False, learned_positions=True)])
 def test_cached_generation_equals_uncached_also_past_block_size(settings):
     model = gpt(**settings)
@@ -150,6 +160,33 @@ def test_sampling():
     assert set(sample_token(logits, 1.0, top_k=2).tolist()) == {2, 3}
     assert set(sample_token(logits, 1.0, top_p=0.6).tolist()) == {3}  # it alone has probability 0.64
     assert set(sample_token(logits, 1.0, top_p=0.7).tolist()) == {2, 3}
+
+
+@pytest.mark.parametrize('settings, drawn', [
+    (dict(top_k=1), {1}), (dict(top_k=2), {1, 2}), (dict(top_k=3), {1, 2, 4}), (dict(top_k=9), {0, 1, 2, 3, 4}),
+    (dict(top_p=0.2), {1}), (dict(top_p=0.5), {1, 2}), (dict(top_k=2, top_p=0.5), {1}), (dict(temperature=0), {1})], ids=str)
+def test_equal_logits_are_cut_by_rank(settings, drawn):
+    logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0]]).expand(400, -1)  # 0.27 for each of the best three, 0.1 for the others
+    assert set(sample_token(logits, **{'temperature': 1.0, **settings}).tolist()) == drawn
+
+
+def test_the_order_of_a_draw_does_not_depend_on_a_cut_that_cuts_nothing():
+    logits = torch.randn(200, 11)
+    drawn = []
+    for settings in ({}, dict(top_k=11), dict(top_p=0.999999)):
+        torch.manual_seed(1)
+        drawn.append(sample_token(logits, 1.0, **settings))
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize('settings', [dict(temperature=0), dict(temperature=5.0), dict(top_k=9), dict(top_p=0.99)], ids=str)
+def test_ids_that_are_no_text_are_not_drawn(settings):
+    model = gpt(tie_weights=False)
+    model.lm_head.weight.data *= 100
+    prompts = [[1, 2], [3]] * 8
+    assert any(token >= 4 for row in model.generate(prompts, 20, **settings) for token in row)
+    rows = model.generate(prompts, 20, n_text=4, **settings)
+    assert all(len(row) == 20 and max(row) < 4 for row in rows)
 
 
 def test_dropout_is_off_in_eval():
@@ -224,6 +261,15 @@ def test_pretrained_weights_fill_a_larger_vocabulary():
     assert (large(idx)[0][..., :11] - small(idx)[0]).abs().max() < 1e-12
     with pytest.raises(UserError, match='wte.weight'):
         small.load_pretrained(large.state_dict())
+
+
+def test_a_head_of_its_own_does_not_overwrite_tied_embeddings():
+    apart, tied = gpt(tie_weights=False), gpt()
+    before = tied.wte.weight.clone()
+    with pytest.raises(UserError, match='tie_weights = True: the checkpoint to start from has a head of its own'):
+        tied.load_pretrained(apart.state_dict())
+    assert torch.equal(tied.wte.weight, before)
+    assert apart.load_pretrained(tied.state_dict()) == [] and torch.equal(apart.lm_head.weight, before)
 
 
 @pytest.mark.parametrize('settings, named', [

@@ -1,6 +1,8 @@
 """Reasoning in Memory: rows and mask against the definition, one pass against separate sequences, stages, inference."""
 import json
 import os
+import re
+import shlex
 import signal
 
 import pytest
@@ -220,6 +222,8 @@ def test_coconut_stages_replace_steps_by_thoughts(dataset):
     assert [row.tokens.count(source.special['<m>']) for row in rows] == [2, 2, 4, 6]
     assert [[t for t, kind in zip(row.tokens, row.kind) if kind == 'readout'] for row in rows] == [
         [2, nl, 3, nl, 4, nl, 5, nl, 6]] * 2 + [[3, nl, 4, nl, 5, nl, 6], [6]]
+    # validation is that of the answer in every stage, after all thoughts, as it is asked
+    assert [source.row([7, 7], steps, [6], step, validating=True) for step in (0, 3, 8)] == [rows[-1]] * 3
 
 
 def test_rows_of_each_stage(dataset):
@@ -364,10 +368,34 @@ def test_lora_trains_adapters_and_new_embeddings_only(rim_run, tmp_path, tied):
     model = train.build_model(tuned).double()
     idx = torch.randint(10, (2, 7))
     apart = model.train()(idx)[0]
-    assert (model.eval()(idx)[0] - apart).abs().max() < 1e-12 and model.blocks[0].mlp.c_fc.merged is not None
+    assert (model.eval()(idx)[0] - apart).abs().max() < 1e-12
+
+
+def test_lora_follows_its_weights_wherever_they_change():
+    model, other, idx = tiny(lora_rank=2).eval(), tiny(lora_rank=2), torch.randint(10, (2, 7))
+    for p in other.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    model(idx)
+    changes = [lambda: model.load_state_dict(other.state_dict()), lambda: model.float(), lambda: model.double(),
+               lambda: model.blocks[0].mlp.c_fc.lora_b.data.mul_(2), lambda: other.eval()]
+    for change in changes:
+        change()
+        want = model.train()(idx)[0].detach()
+        for _ in range(2):
+            torch.testing.assert_close(model.eval()(idx)[0], want)
+    before = model(idx)[0]
+    model.blocks[1].attn.c_proj.weight.data.mul_(3)  # no .eval() in between
+    assert (model(idx)[0] - before).abs().max() > 1e-6
+    model(idx)[0].sum().backward()
+    assert model.blocks[0].mlp.c_fc.lora_a.grad.abs().max() > 0  # in eval mode too
 
 
 # --- inference ---
+
+def answer_log_probs(model, logits):
+    """Of the next token of an answer, from logits (V,): a memory block's tokens have no part in it."""
+    return logits.index_fill(0, torch.tensor(model.special[:3]), -torch.inf).log_softmax(-1)
+
 
 def decode_slowly(model, question, blocks, n_mem, limit):
     """Greedy read-out without a cache: the whole sequence is read again for each token."""
@@ -375,7 +403,7 @@ def decode_slowly(model, question, blocks, n_mem, limit):
     row = question + ([begin] + [mem] * n_mem + [close]) * blocks
     out, log_p = [], 0.0
     for _ in range(limit):
-        logits = model(torch.tensor([row + out]))[0][0, -1].log_softmax(-1)
+        logits = answer_log_probs(model, model(torch.tensor([row + out]))[0][0, -1])
         log_p += logits.max().item()
         if logits.argmax().item() == end:
             break
@@ -424,7 +452,7 @@ def test_coconut_and_plain_answers_equal_rereading():
                 full = build_row(question, [out or [0]], [1.0], 3, model.special)
                 n = len(question) + 5 + len(out)
                 idx, _, _, positions, readout = (t[:, :n] for t in tensors(full))
-                token = model(idx, positions=positions, readout=readout)[0][0, -1].argmax().item()
+                token = answer_log_probs(model, model(idx, positions=positions, readout=readout)[0][0, -1]).argmax().item()
                 if token == model.special[3]:
                     break
                 out.append(token)
@@ -433,6 +461,23 @@ def test_coconut_and_plain_answers_equal_rereading():
             model = tiny(train_on=train_on).eval()
             [[(rows, _)]] = model.answers(questions, max_new_tokens=5)
             assert rows == [decode_slowly(model, q, 0, 2, 5)[0] for q in questions]
+
+
+@pytest.mark.parametrize('train_on', rim.TRAIN_ON)
+def test_a_memory_blocks_tokens_are_never_drawn(train_on):
+    model = tiny(train_on=train_on, tie_weights=False, coconut_stages=2)
+    model.lm_head.weight.data.mul_(20)
+    for sampling in (dict(temperature=0.0), dict(temperature=3.0), dict(temperature=1.0, top_k=13)):
+        [samples] = model.answers([[1, 2], [3]] * 8, samples=4, max_new_tokens=6, **sampling)
+        assert all(token < 10 for rows, _ in samples for row in rows for token in row)
+        assert all(log_p.isfinite().all() for _, log_p in samples)
+
+
+def test_the_probabilities_of_all_answers_sum_to_one():
+    model = tiny(vocab_size=6)  # two text tokens
+    [samples] = model.answers([[0, 1]], samples=400, temperature=1.0, max_new_tokens=2)
+    found = {tuple(rows[0]): log_p.exp().item() for rows, log_p in samples}
+    assert set(found) == {(), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)} and sum(found.values()) == pytest.approx(1)
 
 
 def test_samples_differ_and_share_one_prefill(monkeypatch):
@@ -447,7 +492,7 @@ def test_score_is_per_block_and_compares_numbers(dataset, monkeypatch):
     tokenizer = data.Tokenizer(data.read_meta(dataset)['tokenizer'])
     problems = [records.Record('1?', ['1'], '3.0', ''), records.Record('12?', ['1'], '$1,234', '')]
     # question -> sample -> block
-    said = {'1?\n': [['5', '3'], ['3', '3']], '12?\n': [['1234', '4'], ['5', '1+1=2\n1234']]}
+    said = {'1?\n': [['\n\n', '3\n\n'], ['3', '3']], '12?\n': [['1234', '4'], ['5', '1+1=2\n1234']]}
 
     class Fake:
         def answers(self, questions, every_block, samples):
@@ -465,21 +510,44 @@ def test_time_to_the_answers_first_token_counts_written_steps(dataset, monkeypat
 
     class Fake:
         def answers(self, questions, on_token):
-            for token in (3, newline, 4, newline, 5, 6, end):
+            for token in said:
                 on_token(torch.tensor([token]))
-    ticks = iter(range(100))
-    monkeypatch.setattr(records.time, 'perf_counter', lambda: next(ticks))  # a second per token
-    assert records.time_answer(Fake(), tokenizer, '1+1?') == (5, 7)  # the fifth token begins the answer
+    # a second per token: which one begins the answer
+    for said, first in [((3, newline, 4, newline, 5, 6, end), 5), ((3, newline, 5, 6, newline, newline, end), 3),
+                        ((5, end), 1), ((newline, newline), 1), ((end,), 1)]:
+        ticks = iter(range(100))
+        monkeypatch.setattr(records.time, 'perf_counter', lambda: next(ticks))
+        assert records.time_answer(Fake(), tokenizer, '1+1?') == (first, len(said))
 
 
 def test_ask_shows_each_block_with_its_probability(rim_run, dataset, capsys):
     checkpoint = rim_run()
     out = capsys.readouterr().out
-    assert 'accuracy on 10 validation records: ' in out and 'by block: 1: ' in out and 'block 2: ' in out
+    assert 'accuracy on 8 validation records: ' in out and 'by block: 1: ' in out and 'block 2: ' in out
     model, tokenizer = train.build_model(checkpoint), data.Tokenizer(checkpoint['meta']['tokenizer'])
     shown = model.ask(tokenizer, '1+2?', show=True).splitlines()
     assert [line.split(':')[0] for line in shown] == ['block 1', 'block 2'] and '(probability 0.' in shown[0]
     assert model.ask(tokenizer, '1+2?') == shown[1].split(': ')[1].split('  (')[0]
+    line_break = tokenizer.encode('\n')
+    model.answers = lambda *a, **k: [[([line_break * 30], torch.zeros(1))], [([line_break + [5] + line_break], torch.zeros(1))]]
+    assert model.ask(tokenizer, '1+2?') == tokenizer.decode([5])
+    assert model.ask(tokenizer, '1+2?', show=True).splitlines()[0] == 'block 1:   (probability 1.000)'
+
+
+@pytest.mark.parametrize('eval_rows', [3, 50])
+def test_the_final_accuracy_is_that_of_eval_rows_records(rim_run, capsys, eval_rows):
+    rim_run(eval_rows=eval_rows, max_iters=1, stage2_iters=0)
+    assert f'accuracy on {min(10, eval_rows)} validation records: ' in capsys.readouterr().out
+
+
+def test_the_line_that_ends_a_run_is_a_command_that_works(rim_run, tmp_path, capsys):
+    rim_run("it's a run", max_iters=1, stage2_iters=0)
+    script, *arguments = shlex.split(re.search('python (.*) samples from it', capsys.readouterr().out)[1])
+    assert os.path.samefile(script, sample.__file__) and len(arguments) == 2
+    sample.main(arguments)
+    said = capsys.readouterr()
+    assert said.err.startswith(f"{tmp_path}/it's a run/ckpt.pt: rim, step 1, best validation loss ")
+    assert said.err.endswith(' nats per record\n') and said.out
 
 
 @pytest.mark.parametrize('train_on', ['rim', 'sft', 'cot', 'coconut'])
@@ -494,14 +562,25 @@ def test_sampling_and_evaluation(rim_run, dataset, tmp_path, capsys, train_on):
     for wrong, message in [('--top_p=0', 'top_p = 0'), ('--stop=1', 'ends its answer itself'), ('--pace=all', 'no such setting')]:
         with pytest.raises(UserError, match=message):
             sample.main([f'--out_dir={folder}', '--prompt=1+2?', wrong])
-    with pytest.raises(UserError, match='prompt is empty: ask a question'):
-        sample.main([f'--out_dir={folder}'])
+    capsys.readouterr()
+    sample.main([f'--out_dir={folder}', '--prompt=1+1?'])
+    asked = capsys.readouterr()
+    sample.main([f'--out_dir={folder}'])  # one of the data's questions
+    assert capsys.readouterr() == (asked.out, asked.err + 'prompt: 1+1?\n')
+    old = str(tmp_path / 'old.pt')  # of a data set that was prepared without an example
+    save_checkpoint(old, {**checkpoint, 'meta': {k: v for k, v in checkpoint['meta'].items() if k != 'example'}})
+    for wrong in ([f'--checkpoint={old}'], [f'--out_dir={folder}', '--prompt=']):
+        with pytest.raises(UserError, match='prompt is empty: ask a question'):
+            sample.main(wrong)
+    capsys.readouterr()
     evaluation.main([f'--out_dir={folder}', '--eval_rows=10', '--batch_size=4', '--device=cpu'])
     with open(os.path.join(folder, 'eval.json'), encoding='utf-8') as f:
         numbers = json.load(f)
     model, tokenizer = train.build_model(checkpoint), data.Tokenizer(checkpoint['meta']['tokenizer'])
     asked = records.read_records(os.path.join(dataset, 'test.jsonl'))
     right = [model.ask(tokenizer, r.question).split('\n')[-1] == r.answer for r in asked]
+    assert re.search('^loss  .* nats per record$', capsys.readouterr().out, re.MULTILINE)
+    assert numbers['unit of loss'] == 'nats per record'
     assert numbers['questions'] == 10 and numbers['accuracy'] == sum(right) / 10
     assert sum(row['questions'] for row in numbers['accuracy by steps']) == 10
     [time] = numbers['times']
@@ -525,7 +604,7 @@ def test_numbers_of_answers(dataset, monkeypatch, capsys):
     n_steps = [len(record.steps) for record in source.test_records(10)]
     assert got['accuracy'] == pytest.approx(right[:, 1].double().mean().item())
     assert got['any block'] == pytest.approx(right[:, :2].any(1).double().mean().item())
-    assert got['pass@8'] == pytest.approx(drawn.double().mean().item())
+    assert got['pass@8 at temperature 1'] == pytest.approx(drawn.double().mean().item())
     assert got['block of the last step'] == sum(right[i, n - 1].item() for i, n in enumerate(n_steps)) / 10
     by_steps = {row['steps']: row['accuracy'] for row in got['accuracy by steps']}
     assert by_steps[2] == pytest.approx(right[[n == 2 for n in n_steps], 1].double().mean().item())
@@ -612,7 +691,7 @@ def test_the_first_batch_as_a_table(rim_run, run, tmp_path, capsys):
     (dict(n_blocks=0), 'n_blocks = 0: must be at least 1'), (dict(n_mem=0), 'n_mem = 0: must be at least 1'),
     (dict(train_on='x'), "train_on = 'x': choose one of rim, pause, sft, cot, coconut"),
     (dict(anneal='x'), "anneal = 'x'"), (dict(stage2_dropout=1.0), 'stage2_dropout = 1.0'),
-    (dict(lora_rank=-1), 'lora_rank = -1'), (dict(vocab_size=4), 'vocab_size = 4: there must be room')])
+    (dict(lora_rank=-1), 'lora_rank = -1'), (dict(lora_rank=10 ** 6), 'lora_rank = 1000000: must be at most n_embd = 16'), (dict(vocab_size=4), 'vocab_size = 4: there must be room')])
 def test_settings_out_of_range(settings, message):
     with pytest.raises(UserError, match=message):
         tiny(**settings)

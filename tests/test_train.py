@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -333,7 +334,42 @@ def test_the_command_line_prints_one_line_and_no_traceback(tmp_path):
         assert done.returncode == 1 and done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
 
 
+@pytest.mark.parametrize('method, settings', [
+    ('gpt', {}), *(('thoughtbubbles', dict(fork_layers=(1,), merge=merge)) for merge in ('probs', 'residual', 'rightmost')),
+    ('cyb', {}), ('cyb', dict(objective='tbys')), ('rim', {}), ('rim', dict(train_on='sft'))], ids=str)
+def test_a_batch_without_targets_teaches_nothing(method, settings):
+    config_class, model_class, _ = train.METHODS[method]
+    model = model_class(config_class(**{**dict(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16), **settings}))
+    idx, none = torch.randint(11, (2, 8)), torch.full((2, 8), -1)
+    loss = model(idx, none, *([torch.ones(2, 8)] if method == 'rim' else []))[1]
+    loss.backward()
+    assert loss.item() == 0 and all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
+
+
 # --- sample.py ---
+
+@pytest.mark.parametrize('settings', METHOD_SETTINGS, ids=lambda s: s['method'])
+@pytest.mark.parametrize('text, start', [('ab' * 400, 'a'), ('a\ufffd' * 400, 'a'), ('b\na\n' * 200, '\n')], ids=ascii)
+def test_a_text_begins_with_a_character_that_is_there(run, tmp_path, capsys, settings, text, start):
+    folder = tmp_path / 'own'
+    folder.mkdir()
+    data.write_text_dataset(str(folder), text, {'kind': 'char', 'chars': sorted(set(text))}, 'a test')
+    run('a run', dataset=folder, vocab_size=128, **settings)  # most ids are no text
+    out = capsys.readouterr().out
+    assert len(out.split('a sample at temperature 0.8:\n')[1].split('\n' + str(tmp_path))[0]) == 200
+    script, *arguments = shlex.split(re.search('python (.*) samples from it', out)[1])
+    assert os.path.samefile(script, sample.__file__) and arguments == [f'--out_dir={tmp_path}/a run']
+    for seed in (1, 2, 3):
+        text = text_of(capsys, *arguments, '--max_new_tokens=20', f'--seed={seed}')
+        assert text[0] == start and len(text) == 1 + 20 + 1
+
+
+def test_a_sample_never_fails_a_finished_run(run, monkeypatch, capsys):
+    def report(self, model):
+        raise UserError('no sample')
+    monkeypatch.setattr(data.TextBatches, 'report', report)
+    assert run()['step'] == 4 and 'no report: UserError: no sample' in capsys.readouterr().out
+
 
 @pytest.fixture
 def trained(run, tmp_path, dataset, capsys):
@@ -355,7 +391,7 @@ def test_sampling(trained, capsys, tmp_path):
     first = text_of(capsys, *arguments)
     assert first.startswith('12 plus') and len(first) == 7 + 30 + 1
     assert first == text_of(capsys, *arguments) != text_of(capsys, *arguments, '--seed=5')
-    (tmp_path / 'prompt.txt').write_text('3 is', encoding='utf-8')
+    (tmp_path / 'prompt.txt').write_text('3 is', encoding='utf-8-sig')
     assert text_of(capsys, *arguments, f'--prompt_file={tmp_path / "prompt.txt"}').startswith('3 is')
     tokenizer = data.Tokenizer(load_checkpoint(trained)['meta']['tokenizer'])
     stop = first[12]
