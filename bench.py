@@ -7,10 +7,11 @@ import statistics
 import time
 
 import torch
+import torch.nn.functional as F
 
 import config
-from config import UserError
 from config.machine import choose_device, set_threads
+from model import GPT, GPTConfig
 from train import METHODS
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # or the profiler's library writes lines of its own
@@ -26,7 +27,7 @@ SMALL = dict(vocab_size=65, block_size=64, n_layer=4, n_head=4, n_embd=128)  # c
 
 def build(method, rows=None, **settings):
     """A model with random weights and its training step on batch_size or `rows` rows, a function without arguments."""
-    config_class, model_class, _ = METHODS[method]
+    config_class, model_class, _ = METHODS[method] if method != 'whole' else (GPTConfig, WholeLogits, None)
     torch.manual_seed(0)
     model = model_class(config_class(**settings)).to(device)
     optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
@@ -85,7 +86,7 @@ def compare_steps(cases):
               f'{time_x / flops_x:11.2f} {memory_x / flops_x:10.2f}')
 
 
-def train():
+def training_step():
     """Training steps at the size of config/*_small.py."""
     compare_steps([('gpt', 'gpt', SMALL),
                    ('gpt again (the noise)', 'gpt', SMALL),
@@ -94,33 +95,45 @@ def train():
                       dict(SMALL, kappa=kappa, merge=merge)) for kappa in (2, 4) for merge in ('probs', 'residual'))])
 
 
-def cyb():
-    """Catch Your Breath at GPT-2's vocabulary, where the head is nearly all of a small model, against the same pauses
-    under plain cross-entropy in all slots, and in the last slot alone (TBYS), where the head runs once a token."""
-    size = dict(SMALL, vocab_size=50257, rows=2)
-    compare_steps([('cross-entropy in all 4 slots', 'gpt', dict(size, block_size=4 * 64)),
+def wide_vocabulary():
+    """Each method at GPT-2's vocabulary, where the head is nearly all of a small model. `whole logits` is a plain GPT whose
+    loss holds all logits at once, as most do; so many as W = 4 slots a token need, on the last line but two."""
+    size = dict(SMALL, vocab_size=50257, rows=4)
+    compare_steps([('gpt, whole logits', 'whole', size),
+                   ('gpt', 'gpt', size),
+                   ('thoughtbubbles kappa 2 probs', 'thoughtbubbles', size),
+                   ('thoughtbubbles kappa 2 residual', 'thoughtbubbles', dict(size, merge='residual')),
+                   ('gpt, 4 times the tokens, whole', 'whole', dict(size, block_size=4 * 64)),
                    ('cyb W=4', 'cyb', dict(size, W=4)),
                    ('tbys W=4', 'cyb', dict(size, W=4, objective='tbys'))])
 
 
-def generate():
+class WholeLogits(GPT):
+    def nll(self, x, targets):
+        return F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), reduction='none').view(targets.shape)
+
+
+def generating():
     """256 tokens after a prompt of 16, with the KV cache and without."""
     model, _ = build('gpt', **dict(SMALL, block_size=512))
     prompts = [list(range(16))]
-    times = [[seconds(lambda: model.generate(prompts, 256, use_cache=use_cache)) for use_cache in (True, False)]
+    times = [[seconds(lambda: model.complete(prompts, 256, use_cache=use_cache)) for use_cache in (True, False)]
              for _ in range(3)]
     cached, uncached = (statistics.median(t) for t in zip(*times))
     print(f'{"generating 256 tokens":32s} cached {cached:.2f} s, uncached {uncached:.2f} s, '
           f'{uncached / cached:.1f} times faster')
 
 
-def answer():
+def answering():
     """From a question to the first token of its answer, with random weights of the size of tb_small: memory blocks join
     the prefill, Coconut takes a pass per thought, written steps (24 tokens, about four steps) one per token."""
     print(f'{"time to the first token":32s} {"question":>8s} {"ms":>8s} {"time x":>8s}')
     for length in (64, 192):
-        size, question, times = dict(SMALL, block_size=256), [i % 60 for i in range(length)], {}
-        models = {on: build('rim', rows=1, **size, train_on=on)[0].eval() for on in ('sft', 'rim', 'coconut', 'cot')}
+        size = dict(SMALL, block_size=256)
+        question = [i % 60 for i in range(length)]
+        times = {}
+        models = {on: build('rim', rows=1, **size, train_on=on)[0].eval() for on in ('sft', 'rim', 'cot')}
+        models['coconut'] = build('coconut', rows=1, **size, n_blocks=6, n_mem=1)[0].eval()
         for model in models.values():
             model.wte.weight.data[-1] = 0  # <end> is never the likeliest
         for _ in range(20 * rounds):
@@ -132,13 +145,12 @@ def answer():
             print(f'{train_on:32s} {length:8d} {t * 1e3:8.2f} {t / medians["sft"]:8.2f}')
 
 
-PARTS = {'train': train, 'cyb': cyb, 'generate': generate, 'answer': answer}
+PARTS = {'train': training_step, 'vocabulary': wide_vocabulary, 'generate': generating, 'answer': answering}
 
 
 def main(argv):
     settings, _, _ = config.load(__file__, argv)
-    if settings['part'] not in ('all', *PARTS):
-        raise UserError(f'part = {settings["part"]!r}: choose all, {", ".join(PARTS)}')
+    config.check_choice(settings, 'part', ' '.join(['all', *PARTS]))
     config.check_range(settings, 'rounds batch_size')
     settings['device'] = choose_device(settings['device'])[0]
     globals().update(settings)

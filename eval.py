@@ -5,6 +5,8 @@ Prints one table, and writes it to one JSON file and, where matplotlib is instal
 import json
 import math
 import os
+import time
+from collections import namedtuple
 from functools import partial
 
 import numpy as np
@@ -17,12 +19,9 @@ import data
 from config import UserError
 from config.files import write_file
 from config.machine import set_threads
-from cyb import CYB, CHUNK, SlotRows, cyb_loss, stop_log_probs, stopping_distribution
+from cyb import SlotRows, cyb_loss, stop_log_probs, stopping_distribution
 from data import records
-from model import GPT
-from rim import RiM
 from sample import load_settings, open_model
-from thoughtbubbles import Thoughtbubbles
 from train import METHODS
 
 out_dir = 'out/run'  # the run whose checkpoint is read
@@ -43,58 +42,60 @@ NAMED = 8  # tokens that pause longest, and as many that pause shortest
 progress = partial(tqdm, disable=None, leave=False)
 
 
-# --- measures: (model, batches, slow, source) -> {name: number or table}, a table is a list of dicts of the same keys ---
-# source: where the method's batches come from; batches: its validation rows; slow: the first slow_rows of them
+# --- measures: (model, on) -> {name: number or table}, a table is a list of dicts of the same keys ---
+# rows: validation batches; slow: the first slow_rows of them; batches: where they come from; models: path -> model, this one
+# and those beside it; n_rows, n_mem, batch_size: as set
+On = namedtuple('On', 'rows slow batches models n_rows n_mem batch_size')
 
-def losses(model, batches, slow, source):
+def losses(model, on):
     """The validation loss; for text its perplexity and how often the likeliest token is right."""
-    rows, total, right = 0, 0.0, []
-    for batch in progress(batches, 'losses'):
-        rows += len(batch[0])
-        total += model(*batch)[1].item() * len(batch[0])
-        if len(batch) == 2:  # idx, targets; a row at a time, since the predictions of a batch may be large
-            right += [(model(row[None])[0].argmax(dim=-1) == answers).double().mean()
-                      for row, answers in zip(*batch)]
-    numbers = {'rows': rows, 'loss': total / rows}
-    if right:
-        numbers['perplexity'] = math.exp(min(total / rows, 700))
-        numbers['accuracy'] = torch.stack(right).mean().item()
+    numbers = loss_of(model, on.rows)
+    if len(on.rows[0]) == 2:  # idx, targets; a row at a time, since the predictions of a batch may be large
+        correct = [(model(idx[None])[0].argmax(dim=-1) == targets).double().mean().item()
+                   for batch in progress(on.rows, 'accuracy') for idx, targets in zip(*batch)]
+        numbers['perplexity'] = math.exp(min(numbers['loss'], 700))
+        numbers['accuracy'] = sum(correct) / len(correct)
     return numbers
 
 
-def prefixes(model, batches, slow, source):
+def loss_of(model, rows):
+    n = sum(len(batch[0]) for batch in rows)
+    total = sum(model(*batch)[1].item() * len(batch[0]) for batch in progress(rows, 'losses'))
+    return {'rows': n, 'loss': total / n}
+
+
+def prefixes(model, on):
     """Which copies survive may depend on later tokens. What that is worth: the loss when every token is predicted
     from a row that ends before it, as in generation, against one pass over the whole row."""
     total, count = 0.0, 0
-    for idx, targets in slow:
+    for idx, targets in on.slow:
         for t in progress(range(idx.size(1)), 'prefixes'):
             logits = model.next_logits(idx[:, :t + 1], None, None)
             total += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
         count += targets.numel()
-    one_pass = losses(model, slow, slow, source)
+    one_pass = loss_of(model, on.slow)
     return {'slow rows': one_pass['rows'], 'loss in one pass': one_pass['loss'], 'loss by prefixes': total / count,
-            'perplexity in one pass': one_pass['perplexity'], 'perplexity by prefixes': math.exp(total / count)}
+            'perplexity in one pass': math.exp(min(one_pass['loss'], 700)),
+            'perplexity by prefixes': math.exp(min(total / count, 700))}
 
 
 def slot_numbers(model, idx, targets):
     """Of the N tokens with a target: log t, logsumexp(z) - k and whether the target is the likeliest token, all (N,W);
-    the second is None for TBYS. The logits exist for a chunk of tokens at a time."""
-    W, counted = model.config.W, targets >= 0
-    y, target = model.ln_f(model.encode_slots(idx))[counted], targets[counted][:, None, None].expand(-1, W, 1)
-    n, parts = max(1, CHUNK // (W * model.config.vocab_size)), []
-    for y, target in zip(y.split(n), target.split(n)):  # (n,W,C), (n,W,1)
-        z = model.lm_head(y).float()
-        lse = z.logsumexp(dim=-1)
-        gap = lse - model.dont_know_logit(y) if model.config.objective == 'cyb' else lse.new_zeros(0)
-        parts.append((z.gather(-1, target)[..., 0] - lse, gap, z.argmax(dim=-1) == target[..., 0]))
-    log_t, gap, right = map(torch.cat, zip(*parts))
-    return log_t.cpu().double(), gap.cpu().double() if len(gap) else None, right.cpu()
+    the second is None for TBYS. The logits exist for a few tokens at a time."""
+    counted = targets >= 0
+    y = model.ln_f(model.every_slot(idx))[counted]  # (N,W,C)
+    target = targets[counted][:, None].expand(y.shape[:-1])
+    target_logit, lse = model.target_numbers(y, target)
+    likeliest = torch.cat([model.lm_head(part).argmax(dim=-1) for part in y.split(64)])
+    gap = (lse - model.dont_know_logit(y)).cpu().double() if model.config.objective == 'cyb' else None
+    return (target_logit - lse).cpu().double(), gap, (likeliest == target).cpu()
 
 
 def correlation(x, y):
     """Pearson's r of two vectors and its two-sided p-value, from the normal limit of the t statistic (n is large);
     None, None where one of them is constant. Tokens of a row are not independent, so p is somewhat too small."""
-    x, y = x - x.mean(), y - y.mean()
+    x = x - x.mean()
+    y = y - y.mean()
     scale = (x.norm() * y.norm()).item()
     if scale == 0 or len(x) < 3:
         return None, None
@@ -114,47 +115,49 @@ def calibration(d, gain):
     return bins
 
 
-def slots(model, batches, slow, source):
+def slots(model, on):
     """Catch Your Breath: what every slot knows, when the model stops, and whether it pauses where that helps."""
     W = model.config.W
-    log_t, gap, right = (torch.cat(t) if t[0] is not None else None
-                         for t in zip(*(slot_numbers(model, *batch) for batch in progress(batches, 'slots'))))
+    log_t, gap, correct = zip(*(slot_numbers(model, *batch) for batch in progress(on.rows, 'slots')))
+    log_t = torch.cat(log_t)
+    correct = torch.cat(correct).double()
     table = [{'slot': i + 1, 'loss if forced': -log_t[:, i].mean().item(),
-              'accuracy if forced': right[:, i].double().mean().item()} for i in range(W)]
-    if gap is None:
+              'accuracy if forced': correct[:, i].mean().item()} for i in range(W)]
+    if gap[0] is None:
         return {'slots': table}
+    gap = torch.cat(gap)
     never_early = stopping_distribution('last', W)  # as in generation, where the model stops at its own pace
     own = stop_log_probs(gap, never_early).exp()  # (N,W)
     # log_t is normalised, so lse = 0 and k = -gap; gamma is 1
     loss, own_loss = (cyb_loss(log_t, -gap, torch.zeros_like(gap), omega, [1.0] * W).mean().item()
                       for omega in (model.omega, never_early))
     taken = (own * torch.arange(1, W + 1)).sum(dim=1)  # expected slots per token
-    d, gain = torch.sigmoid(-gap[:, :-1]), log_t.exp().diff(dim=1)  # (N,W-1) each
+    d = torch.sigmoid(-gap[:, :-1])  # (N,W-1)
+    gain = log_t.exp().diff(dim=1)  # (N,W-1)
     # pooled within the slots: the slots' means alone could give it another sign than it has in every slot
     r, p = correlation(*((t - t.mean(dim=0)).flatten() for t in (d, gain)))
     for i, row in enumerate(table):
         row['stops here'] = own[:, i].mean().item()
         row["P(don't know)"] = torch.sigmoid(-gap[:, i]).mean().item()
-        row['gain of the next'], row['r(d, gain)'], row['p'] = None, None, None
-        if i < W - 1:
-            row['gain of the next'] = gain[:, i].mean().item()
-            row['r(d, gain)'], row['p'] = correlation(d[:, i], gain[:, i])
-    token = torch.cat([idx[targets >= 0] for idx, targets in batches]).cpu()
+        row['gain of the next'] = gain[:, i].mean().item() if i < W - 1 else None
+        row['r(d, gain)'], row['p'] = correlation(d[:, i], gain[:, i]) if i < W - 1 else (None, None)
+    token = torch.cat([idx[targets >= 0] for idx, targets in on.rows]).cpu()
     count = torch.bincount(token)
     mean = torch.bincount(token, weights=taken) / count
     common = (count >= min(10, int(count.max()))).nonzero()[:, 0]  # rarer tokens say little
     order = common[mean[common].argsort(descending=True, stable=True)].tolist()
-    shown = order[:NAMED] + order[NAMED:][-NAMED:]
+    named = order[:NAMED] + order[NAMED:][-NAMED:]
     return {'loss': loss, 'perplexity': math.exp(min(loss, 700)), 'loss at its own pace': own_loss,
             'perplexity at its own pace': math.exp(min(own_loss, 700)),
-            'accuracy at its own pace': (own * right).sum(dim=1).mean().item(), 'slots per token': taken.mean().item(),
+            'accuracy at its own pace': (own * correct).sum(dim=1).mean().item(),
+            'slots per token': taken.mean().item(),
             'r(d, gain) within slots': r, 'p': p, 'slots': table,
             **{f'calibration of slot {i + 1}': calibration(d[:, i], gain[:, i]) for i in range(W - 1)},
             'tokens that pause longest and shortest': [
-                {'token': t, 'slots taken': mean[t].item(), 'seen': count[t].item()} for t in shown]}
+                {'token': repr(on.batches.tokenizer.decode([t])), 'slots taken': mean[t].item(), 'seen': count[t].item()} for t in named]}
 
 
-def skipping(model, batches, slow, source):
+def skipping(model, on):
     """Catch Your Breath: the loss of the answers if the model pauses where d > 1/2, with the pauses that were not
     taken in the context, as in training, and without them."""
     numbers = {}
@@ -162,18 +165,24 @@ def skipping(model, batches, slow, source):
         return numbers
     for skip in (False, True):
         nll, taken = [], []
-        for idx, targets in slow:
+        for idx, targets in on.slow:
             B, T = idx.shape
-            rows, left = SlotRows(model, idx[:, :1].tolist(), keep_unused=not skip), [T] * B
-            every, padded = torch.arange(B, device=idx.device), F.pad(targets, (0, 1))
-            row_nll = torch.zeros(B, T + 1, device=idx.device)  # the last column is for rows that have ended
+            rows = SlotRows(model, idx[:, :1].tolist(), keep_unused=not skip)
+            done = torch.zeros(B, dtype=torch.long, device=idx.device)  # tokens that each row has answered
+            every = torch.arange(B, device=idx.device)
+            padded = F.pad(targets, (0, 1))  # the last column is for rows that have ended
+            row_nll = torch.zeros(B, T + 1, device=idx.device)
 
             def true_token(logits):  # a token's last forward pass, which answers, writes its loss last
-                at = T - torch.tensor(left, device=idx.device)
-                row_nll[every, at] = F.cross_entropy(logits, padded[every, at], reduction='none')
-                return padded[every, at].tolist()
-            for step in progress(model.paced(rows, left, true_token, lambda d: (d > 0.5).tolist()), 'skipping'):
-                taken += [answer[1] for answer in step if answer]
+                row_nll[every, done] = F.cross_entropy(logits, padded[every, done], reduction='none')
+                return padded[every, done].tolist()
+            for step in progress(model.paced(rows, true_token, lambda d: (d > 0.5).tolist()), 'skipping'):
+                for r, answer in enumerate(step):
+                    if answer:
+                        taken.append(answer[1])
+                        done[r] += 1
+                        if done[r] == T:
+                            rows.end(r)
             nll.append(row_nll[:, :T].double())
         name = 'without unused pauses' if skip else 'where d > 1/2'
         numbers[f'loss {name}'] = torch.cat(nll).mean().item()
@@ -181,63 +190,75 @@ def skipping(model, batches, slow, source):
     return numbers
 
 
-def answers(model, batches, slow, source):
+def answers(model, on):
     """Records: exact-match accuracy on the test split. One prefill of 2K blocks serves for every number of blocks, since
     no block sees a later one; pass@8 draws eight answers at temperature 1."""
-    asked, c, tokenizer = source.test_records(eval_rows), model.config, source.tokenizer
-    longest = max(len(records.encode_question(tokenizer, record.question)) for record in asked)
-    how = {'n_mem': n_mem, 'batch_size': batch_size}
-    blocks = 1
-    if c.train_on in ('rim', 'pause'):
-        blocks = max(c.n_blocks, min(2 * c.n_blocks, (c.block_size - longest - 8) // ((n_mem or c.n_mem) + 2)))
+    asked = on.batches.data.test_records(on.n_rows)
+    c, tokenizer = model.config, on.batches.tokenizer
+    blocks = 0
+    if c.has_blocks:
+        longest = max(len(records.encode_question(tokenizer, record.question)) for record in asked)
+        blocks = max(c.n_blocks, min(2 * c.n_blocks, (c.block_size - longest - 8) // ((on.n_mem or c.n_mem) + 2)))
         if blocks < 2 * c.n_blocks:
             print(f'block_size = {c.block_size} has room for {blocks} blocks, not for {2 * c.n_blocks}')
-    right = records.score(model, tokenizer, asked, n_blocks=blocks if blocks > 1 else 0, **how)  # (n, blocks)
-    last = right[:, min(c.n_blocks, blocks) - 1]
-    drawn = records.score(model, tokenizer, asked, every_block=False, samples=8, temperature=1.0, **how)
+
+    def correct(**how):
+        return records.score(partial(model.answers, n_mem=on.n_mem, **how), tokenizer, asked, on.batch_size)
+    by_block = correct(n_blocks=blocks, every_block=True)  # (n, blocks)
+    last = by_block[:, min(c.n_blocks, max(1, blocks)) - 1]
     steps = np.array([len(record.steps) for record in asked])
-    own = right[np.arange(len(asked)), steps.clip(1, blocks) - 1]  # where stage 1 has the answer
+    own = by_block[np.arange(len(asked)), steps.clip(1, max(1, blocks)) - 1]  # where stage 1 has the answer
     numbers = {'questions': len(asked), 'accuracy': last.mean().item(),
-               'pass@8 at temperature 1': drawn.any(1).mean().item(),
-               'accuracy by steps': [{'steps': n, 'accuracy': last[steps == n].mean().item(), 'at the block of the last step':
-                                      own[steps == n].mean().item() if blocks > 1 else None,
-                                      'questions': (steps == n).sum().item()} for n in np.unique(steps).tolist()]}
-    if blocks > 1:
-        numbers['any block'] = right[:, :c.n_blocks].any(1).mean().item()
+               'pass@8 at temperature 1': correct(samples=8, temperature=1.0).any(1).mean().item(),
+               'accuracy by steps': [
+                   {'steps': n, 'accuracy': last[steps == n].mean().item(),
+                    'at the block of the last step': own[steps == n].mean().item() if blocks else None,
+                    'questions': (steps == n).sum().item()} for n in np.unique(steps).tolist()]}
+    if blocks:
+        numbers['any block'] = by_block[:, :c.n_blocks].any(1).mean().item()
         numbers['block of the last step'] = own.mean().item()
-        numbers['accuracy by blocks'] = [{'blocks': k + 1, 'accuracy': right[:, k].mean().item()} for k in range(blocks)]
+        numbers['accuracy by blocks'] = [{'blocks': k + 1, 'accuracy': by_block[:, k].mean().item()} for k in range(blocks)]
     return numbers
 
 
-def answer_times(model, batches, slow, source):
-    """Records: how long an answer takes, the medians of ten questions; this model and those named by `beside` answer
-    each question in turn, so that a slow moment of the machine hits all."""
-    models = {checkpoint or out_dir: model}
-    for path in filter(None, beside.split(',')):
-        _, saved, models[path] = open_model(path, device)
-        if saved['method'] != 'rim' or saved['meta']['tokenizer'] != source.meta['tokenizer']:
-            raise UserError(f'beside: {path} was not trained on records with the tokenizer of {source.dataset!r}')
-    asked, times = source.test_records(min(10, eval_rows)), {path: [] for path in models}
+def time_answer(model, tokenizer, question, n_mem):
+    """Seconds from the question to the answer's first token, and to its end; written steps come before the answer."""
+    tokens, times, start = [], [], time.perf_counter()
+    cache, pad, points = model.prefill([records.encode_question(tokenizer, question)], n_mem=n_mem)
+    for token, *_ in model.read(cache, pad, points[-1], model.config.block_size):
+        tokens.extend(token.tolist())
+        times.append(time.perf_counter() - start)
+    between = tokenizer.encode('\n')[-1], tokenizer.special['<end>']
+    last = max((i for i, token in enumerate(tokens) if token not in between), default=0)
+    first = max((i + 1 for i, token in enumerate(tokens[:last]) if token in between), default=0)
+    return times[first], times[-1]
+
+
+def answer_times(model, on):
+    """Records: how long an answer takes, the medians of ten questions; all models answer each question in turn, so that
+    a slow moment of the machine hits all."""
+    asked = on.batches.data.test_records(min(10, on.n_rows))
+    times = {path: [] for path in on.models}
     for record in progress([asked[0], *asked], 'times'):  # the first question once more, to warm up
-        for path, other in models.items():
-            how = {'n_mem': n_mem} if other.config.train_on in ('rim', 'pause') else {}
-            times[path].append(records.time_answer(other, source.tokenizer, record.question, **how))
+        for path, other in on.models.items():
+            times[path].append(time_answer(other, on.batches.tokenizer, record.question,
+                                           on.n_mem if other.config.has_blocks else 0))
     table = []
-    for path, other in models.items():
+    for path, other in on.models.items():
         first, whole = (1e3 * torch.tensor(times[path][1:])).median(dim=0).values.tolist()
-        table.append({'checkpoint': path, 'trained on': other.config.train_on, 'ms to the first token': first,
-                      'ms to the answer': whole})
+        table.append({'checkpoint': path, 'trained on': getattr(other.config, 'train_on', 'coconut'),
+                      'ms to the first token': first, 'ms to the answer': whole})
     return {'times': table}
 
 
-def block_states(model, batches, slow, source):
+def block_states(model, on):
     """Reasoning in Memory: the last block's output at the end of each memory block, for up to 100 questions, in the
     plane of its two principal components."""
-    if model.config.train_on not in ('rim', 'pause'):
+    if not model.config.has_blocks:
         return {}
-    questions = [records.encode_question(source.tokenizer, record.question)
-                 for record in source.test_records(min(100, eval_rows))]
-    states = torch.stack([hidden for _, hidden in model.prefill(questions, n_mem=n_mem)[2]]).float()  # (K,n,C)
+    questions = [records.encode_question(on.batches.tokenizer, record.question)
+                 for record in on.batches.data.test_records(min(100, on.n_rows))]
+    states = torch.stack([hidden for _, hidden in model.prefill(questions, n_mem=on.n_mem)[2]]).float()  # (K,n,C)
     K, n, C = states.shape
     states = states.view(K * n, C) - states.view(K * n, C).mean(dim=0)
     u, s, _ = torch.linalg.svd(states, full_matrices=False)
@@ -246,15 +267,15 @@ def block_states(model, batches, slow, source):
             'block states': [{'x': x[i], 'y': y[i], 'block': i // n + 1} for i in range(K * n)]}
 
 
-# a model gets the measures of its class and those of the classes it builds on; a later one may refine a number
-MEASURES = {GPT: [losses], Thoughtbubbles: [prefixes], CYB: [slots, skipping],
-            RiM: [answer_times, answers, block_states]}
+# a method that is not here gets losses
+MEASURES = {'thoughtbubbles': [losses, prefixes], 'cyb': [losses, slots, skipping],
+            'rim': [losses, answer_times, answers, block_states], 'coconut': [losses, answer_times, answers]}
 POINTS = ('block states',)  # tables for the picture and the file, too long for the terminal
 
 
 # --- output ---
 
-def shown(value):
+def formatted(value):
     if value is None:
         return '-'
     if not isinstance(value, float):
@@ -267,14 +288,14 @@ def print_numbers(numbers, unit):
     tables = {name: value for name, value in numbers.items() if isinstance(value, list)}
     for name, value in numbers.items():
         if name not in tables:
-            print(f'{name:32s} {shown(value):>12s}' + f' {unit}' * ('loss' in name))
+            print(f'{name:32s} {formatted(value):>12s}' + f' {unit}' * ('loss' in name))
     for name, table in tables.items():
         if name in POINTS or not table:
             continue
-        widths = [max(len(column), *(len(shown(row[column])) for row in table)) for column in table[0]]
+        widths = [max(len(column), *(len(formatted(row[column])) for row in table)) for column in table[0]]
         print('\n' + name + '\n' + '  '.join(column.rjust(w) for column, w in zip(table[0], widths)))
         for row in table:
-            print('  '.join(shown(value).rjust(w) for value, w in zip(row.values(), widths)))
+            print('  '.join(formatted(value).rjust(w) for value, w in zip(row.values(), widths)))
 
 
 def draw(numbers, title, path):
@@ -315,38 +336,41 @@ def main(argv):
     config.check_range(settings, 'seed', 0, 2 ** 63)
     set_threads(threads)
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
-    if (n_mem or beside) and saved['method'] != 'rim':
+    if (n_mem or beside) and saved['meta']['kind'] != 'records':
         raise UserError(f'n_mem, beside: {path} is a {saved["method"]} model, they are for models of records')
+
+    # the data: those that the model was trained on, unless others are named
     name = dataset or saved['settings'].get('dataset')
     data.ensure_prepared(name, given=bool(dataset))
     meta = data.read_meta(name)
     if meta['tokenizer'] != saved['meta']['tokenizer']:
         raise UserError(f'dataset = {name!r}: its tokenizer is not the one that {path} was trained with')
-    source = METHODS[saved['method']][2](name, meta, model.config, seed, eval_rows, batch_size)
-    stages = source.stages(saved['settings']['max_iters'], saved['settings']['learning_rate'])
-    last_step = sum(steps for _, steps, *_ in stages) - 1  # validation rows as in the last stage
+    batches = METHODS[saved['method']][2](name, meta, model.config, seed, eval_rows, batch_size)
+    stage = model.config.stages(1, 0.0, 1)[-1]  # validation rows as in the last stage
 
-    def batches(n):
-        return [[t.to(model.wte.weight.device) for t in source.val_batch(list(range(i, min(n, i + batch_size))), last_step)]
-                for i in range(0, n, batch_size)]
+    def rows(n):
+        found = (batches.val_batch(stage, list(range(i, min(n, i + batch_size)))) for i in range(0, n, batch_size))
+        return [[t.to(model.wte.weight.device) for t in batch] for batch in found if batch]
+    models = {checkpoint or out_dir: model}
+    for other in filter(None, beside.split(',')):
+        _, other_saved, models[other] = open_model(other, device)
+        if other_saved['meta']['tokenizer'] != meta['tokenizer']:
+            raise UserError(f'beside: {other} was not trained on records with the tokenizer of {name!r}')
+
+    # the numbers
     torch.manual_seed(seed)
-    every, slow = batches(source.n_val), batches(min(source.n_val, slow_rows))
+    on = On(rows(eval_rows), rows(min(eval_rows, slow_rows)), batches, models, eval_rows, n_mem, batch_size)
     numbers = {}
-    for cls in reversed(type(model).__mro__):
-        for measure in MEASURES.get(cls, []):
-            numbers.update(measure(model, every, slow, source))
-    for table in (value for value in numbers.values() if isinstance(value, list)):
-        for row in table:
-            if 'token' in row:
-                row['token'] = repr(source.tokenizer.decode([row['token']]))
-
+    for measure in MEASURES.get(saved['method'], [losses]):
+        numbers.update(measure(model, on))  # a later one may refine a number
     title = f'{saved["method"]}, {path} at step {saved["step"]}, {name}'
+    unit = data.UNIT[meta['kind']]
     print(title)
-    print_numbers(numbers, source.unit)
+    print_numbers(numbers, unit)
     stem = os.path.splitext(path)[0]
     target = output or (os.path.join(os.path.dirname(path), 'eval') if os.path.basename(stem) == 'ckpt' else stem + '_eval')
-    about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
-             'unit of loss': source.unit, 'model_config': saved['model_config']}
+    about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name, 'unit of loss': unit,
+             'model_config': saved['model_config']}
     write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))
     print(f'\nwritten to {target}.json' + (f' and {target}.png' if draw(numbers, title, target + '.png') else ''))
 

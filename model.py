@@ -1,10 +1,32 @@
-"""The GPT core: a pre-norm decoder with rotary positions, one attention for every method, cached generation.
+"""The GPT core: a pre-norm decoder with rotary positions, one attention for every method, cached generation, LoRA.
 
-The methods build on four seams: `positions` (one float per stream), an attention `mask`, a per-key `log_p`, and a
-KV cache. Nothing in this file knows which method uses them.
 Shapes: B batch, T tokens, S streams (= T here), H heads, D head width, C = H * D width, V vocabulary.
+
+A method is a config class, a model class and a source of batches. This is all that it may override:
+
+    config   shape            the settings that weights mean nothing without: they come with a checkpoint
+             row_size         positions in a row of block_size tokens
+             stages           the parts of a run, each with its learning rate and dropout
+    model    token_vectors    token ids -> input vectors
+             trunk            token ids -> what the last block says, one vector per token
+             forward          token ids and targets -> predictions or the loss
+             next_logits      the prediction after the last token of a growing text
+             generate         the loop around it
+             spent            what the model spent on each token, where that is not the same for all
+             load_pretrained  another model's weights -> this one
+             row_lengths      positions that each block computes, for the cost
+             report           what a finished run shows
+    batches  train_batch      (stage, iteration, rows) -> tensors for forward
+             val_batch        (stage, rows) -> the same for validation
+             epoch_iters      iterations in a pass over the data
+             table            the first rows as text
+
+Attention has four seams: `positions` (one float per stream), a `mask`, a per-key `log_p`, and a KV cache. Nothing in
+this file knows which method uses them.
 """
+import contextlib
 import math
+from collections import namedtuple
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +35,11 @@ import torch.nn.functional as F
 
 from config import UserError, check_range
 
-
 GREEDY = 1e-6  # below this temperature the likeliest token is taken: dividing by it might overflow
+LORA_SCALE = 2.0  # alpha / rank
+TOKEN_ROWS = ('wte.weight', 'lm_head.weight')  # one row per token of the vocabulary; mostly one and the same tensor
+
+Stage = namedtuple('Stage', 'name first iters peak_lr dropout')  # first: the iteration that it begins with
 
 
 @dataclass
@@ -29,10 +54,9 @@ class GPTConfig:
     learned_positions: bool = False  # GPT-2's absolute position embeddings instead of rotary positions
     rope_base: float = 10000.0  # longest rotary wavelength / 2 pi
     tie_weights: bool = True  # input embedding and output head share one matrix
+    lora_rank: int = 0  # above 0: the core stays as it is, but for adapters of this rank
 
-    of_the_run = ()  # settings that a run does not take over from the checkpoint it starts from
-    from_gpt = {}  # no settings: the defaults that differ when training starts from a plain GPT's checkpoint
-    row_settings = ('block_size',)  # what the length of a row is the product of
+    shape = ('n_layer', 'n_head', 'n_embd', 'bias', 'learned_positions', 'rope_base', 'tie_weights')
 
     def __post_init__(self):
         check_range(vars(self), 'block_size n_layer n_head n_embd')
@@ -44,12 +68,24 @@ class GPTConfig:
                             + f': try n_embd = {max(step, self.n_embd // step * step)}')
         if self.rope_base <= 1:
             raise UserError(f'rope_base = {self.rope_base}: must be above 1')
+        if not 0 <= self.lora_rank <= self.n_embd:
+            raise UserError(f'lora_rank = {self.lora_rank}: must be from 0 to n_embd = {self.n_embd}, as no matrix has a '
+                            'higher rank')
 
     @property
     def row_size(self):
-        """Positions in a full row of tokens."""
-        return math.prod(getattr(self, name) for name in self.row_settings)
+        return self.block_size
 
+    def stages(self, max_iters, learning_rate, epoch_iters):
+        return [Stage('train', 0, max_iters, learning_rate, self.dropout)]
+
+    def kept(self, n):
+        """Of a text of n tokens as many as it goes on from: all, or half a window where they no longer fit. So a window
+        is read anew once in block_size / 2 tokens and not at each."""
+        return n if n <= self.block_size else max(1, self.block_size // 2)
+
+
+# --- attention ---
 
 def rotate(x, rope):
     """Rotary embedding (RoFormer, 2104.09864): turn each pair (x1, x2) of x (B,H,S,D) by its position's angle."""
@@ -74,19 +110,28 @@ def causal_mask(queries, keys, pad=None, device=None):
     return ((key <= query) & (~pad[:, None] | (key == query)))[:, None]
 
 
+def text_start(pad):
+    """Columns of padding before the text: pad (B,S) bool, True = padding -> (B,1)."""
+    return pad.long().cumprod(dim=1).sum(dim=1, keepdim=True)
+
+
 class KVCache:
     """One layer's keys (already rotated) and values, room for `capacity` positions of which `length` are filled."""
 
     def __init__(self, capacity):
-        self.capacity, self.length = capacity, 0
+        self.capacity = capacity
+        self.length = 0
 
     def append(self, k, v):
         """Add k, v (B,H,n,D); return all so far, (B,H,length,D) each."""
         if self.length == 0:
-            self.k, self.v = (torch.empty(*t.shape[:2], self.capacity, t.size(3), dtype=t.dtype, device=t.device)
-                              for t in (k, v))
-        start, self.length = self.length, self.length + k.size(2)
-        self.k[:, :, start:self.length], self.v[:, :, start:self.length] = k, v
+            B, H, _, D = k.shape
+            self.k = k.new_empty(B, H, self.capacity, D)
+            self.v = v.new_empty(B, H, self.capacity, D)
+        new = slice(self.length, self.length + k.size(2))
+        self.k[:, :, new] = k
+        self.v[:, :, new] = v
+        self.length = new.stop
         return self.k[:, :, :self.length], self.v[:, :, :self.length]
 
 
@@ -114,7 +159,9 @@ class CausalSelfAttention(nn.Module):
             # rule out the fused causal kernel. v grows along because the kernel wants equal widths.
             v = v * log_p.exp()[:, None, :, None].to(v.dtype)
             channel = log_p[:, None, :, None].expand(B, self.n_head, S, 1).to(k.dtype)
-            q, k, v = F.pad(q, (0, 1), value=1.0), torch.cat((k, channel), dim=-1), F.pad(v, (0, 1))
+            q = F.pad(q, (0, 1), value=1.0)
+            k = torch.cat((k, channel), dim=-1)
+            v = F.pad(v, (0, 1))
         if cache is not None:
             k, v = cache.append(k, v)
         if mask is None:
@@ -136,12 +183,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    mlp_class = MLP  # another one's c_proj.weight starts as small
+
     def __init__(self, config):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config)
+        self.mlp = self.mlp_class(config)
 
     def forward(self, x, rope=None, mask=None, log_p=None, gate=None, cache=None):
         """x (B,S,C) -> (B,S,C). gate (B,S,1) multiplies both residual updates; the rest goes to attention."""
@@ -151,11 +200,111 @@ class Block(nn.Module):
         return x + (update if gate is None else gate * update)
 
 
+class LoRALinear(nn.Linear):
+    """weight + 2 B A with a frozen weight (arXiv 2106.09685). The sum is not stored: it would go stale."""
+
+    def __init__(self, linear, rank):
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        self.load_state_dict(linear.state_dict())
+        self.lora_a = nn.Parameter(torch.randn(rank, self.in_features) * self.in_features ** -0.5)
+        self.lora_b = nn.Parameter(torch.zeros(self.out_features, rank))
+
+    def forward(self, x):
+        return super().forward(x) + LORA_SCALE * F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+# --- the head where targets are known: only a chunk of the N*V logits exists at any time ---
+# Two numbers per position are enough for every loss here. An operator of its own, which torch.compile does not look
+# into: it would unroll the loop, anew for each length.
+
+def chunks(N, V):
+    """Slices of N positions with 4M logits each, and 256 positions at least, since small products are slow."""
+    n = max(256, 2 ** 22 // V)
+    return [slice(start, min(start + n, N)) for start in range(0, N, n)]
+
+
+@torch.library.custom_op('adaptive::head_numbers', mutates_args=())
+def head_numbers(y: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """With z = y W^T in `dtype`: the target's z and logsumexp(z), (N,) each in float32 or better.
+
+    y (N,C), weight (V,C), targets (N,) in 0...V-1.
+    """
+    target_logit, lse = head_numbers_shapes(y, weight, targets, dtype)
+    w = weight.to(dtype)
+    for rows in chunks(len(y), len(weight)):
+        z = (y[rows].to(dtype) @ w.T).to(lse.dtype)  # (n,V)
+        target_logit[rows] = z.gather(1, targets[rows, None])[:, 0]
+        lse[rows] = z.logsumexp(dim=1)
+    return target_logit, lse
+
+
+@head_numbers.register_fake
+def head_numbers_shapes(y, weight, targets, dtype):
+    number = torch.promote_types(y.dtype, torch.float32)
+    return y.new_empty(y.shape[:1], dtype=number), y.new_empty(y.shape[:1], dtype=number)
+
+
+@torch.library.custom_op('adaptive::head_gradients', mutates_args=())
+def head_gradients(y: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype, lse: torch.Tensor,
+                   d_target: torch.Tensor, d_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of y and weight from those of the two numbers; the logits are computed once more. With p = softmax(z)
+    dL/dz_v = dL/dlse * p_v + dL/dtarget_logit * [v = target]."""
+    d_y, d_weight = torch.empty_like(y), torch.zeros_like(weight)
+    w = weight.to(dtype)
+    for rows in chunks(len(y), len(weight)):
+        y_rows = y[rows].to(dtype)
+        d_z = (y_rows @ w.T).to(lse.dtype).sub_(lse[rows, None]).exp_().mul_(d_lse[rows, None])
+        d_z = d_z.scatter_add_(1, targets[rows, None], d_target[rows, None]).to(dtype)
+        d_y[rows] = (d_z @ w).to(y.dtype)
+        if dtype == weight.dtype:
+            d_weight.addmm_(d_z.T, y_rows)
+        else:
+            d_weight += d_z.T @ y_rows
+    return d_y, d_weight
+
+
+@head_gradients.register_fake
+def head_gradients_shapes(y, weight, *_):
+    return torch.empty_like(y), torch.empty_like(weight)
+
+
+def keep_for_backward(ctx, inputs, output):
+    y, weight, targets, ctx.dtype = inputs
+    ctx.save_for_backward(y, weight, targets, output[1])
+
+
+def head_backward(ctx, d_target, d_lse):
+    y, weight, targets, lse = ctx.saved_tensors
+    return *head_gradients(y, weight, targets, ctx.dtype, lse, d_target, d_lse), None, None
+
+
+head_numbers.register_autograd(head_backward, setup_context=keep_for_backward)
+
+
+def mean_nll(nll, targets):
+    """Mean of nll (B,T) over the targets (B,T) that are not -1; 0 where all are."""
+    counted = targets >= 0
+    return torch.where(counted, nll, 0.0).sum() / counted.sum().clamp(min=1)
+
+
+# --- the model ---
+
+@contextlib.contextmanager
+def eval_mode(model):
+    """A block of code without dropout; afterwards the mode is as it was."""
+    was_training = model.training
+    if was_training:  # to switch takes a tenth of the time to a short answer
+        model.eval()
+    try:
+        yield
+    finally:
+        if was_training:
+            model.train()
+
+
 class GPT(nn.Module):
-    sampling = ('temperature', 'top_k', 'top_p')  # what stream takes beside stop_token
-    # a model that does not spend the same on every token names the unit, and has effort(prompts, new): for lists of
-    # token lists what it spent on each token of prompts + new, a list of ints per row, None where it is not known
-    effort_unit = None
+    block_class = Block
 
     def __init__(self, config):
         super().__init__()
@@ -165,7 +314,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.row_size, config.n_embd) if config.learned_positions else None
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.layers = nn.ModuleList(self.block_class(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
@@ -174,6 +323,13 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():  # GPT-2: keep the residual stream's variance level over depth
             if name.endswith('c_proj.weight'):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
+        if config.lora_rank:  # what a method adds to the core is trained as well
+            for part in [part for layer in self.layers for part in (layer.attn, layer.mlp)]:
+                for name, linear in list(part.named_children()):
+                    if isinstance(linear, nn.Linear):
+                        setattr(part, name, LoRALinear(linear, config.lora_rank))
+            for name, p in self.named_parameters():
+                p.requires_grad = 'lora_' in name
 
     @staticmethod
     def _init_weights(module):
@@ -194,85 +350,107 @@ class GPT(nn.Module):
         angles = positions.to(dtype)[:, None, :, None] * self.config.rope_base ** -exponent
         return angles.cos(), angles.sin()
 
-    def input_vectors(self, idx):
+    def token_vectors(self, idx):
         """Ids (B,S) -> their embeddings (B,S,C)."""
         return self.wte(idx)
 
     def embed(self, idx, positions):
         """Token ids (B,S) at positions (B or 1, S) -> x (B,S,C)."""
-        x = self.input_vectors(idx)
+        x = self.token_vectors(idx)
         if self.wpe is not None:
             x = x + self.wpe(positions.long())
         return self.drop(x)
+
+    def check_length(self, positions):
+        """Raises UserError where a row of so many positions does not fit."""
+        per_token = self.config.row_size // self.config.block_size
+        if positions > self.config.row_size:
+            raise UserError(f'a row of {-(-positions // per_token)} tokens is longer than block_size = '
+                            f'{self.config.block_size}')
+
+    def trunk(self, idx, positions=None, mask=None, pad=None, cache=None):
+        """Token ids (B,T) -> the last block's output (B,T,C).
+
+        positions: (B or 1, T), by default counting on from the cache, padding before the text not counted. mask: see
+        attention; by default causal. pad: bool (B, cached + T), True = padding. cache: KVCaches, extended in place.
+        Raises UserError when the row does not fit into block_size.
+        """
+        past = cache[0].length if cache else 0
+        T = idx.size(1)
+        if positions is None:
+            self.check_length(past + T)
+            positions = torch.arange(past, past + T, device=idx.device)[None]
+            if pad is not None:
+                positions = (positions - text_start(pad)).clamp(min=0)
+        if mask is None and pad is not None:
+            mask = causal_mask(T, past + T, pad)
+        x, rope = self.embed(idx, positions), self.rope(positions)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rope, mask, cache=cache[i] if cache else None)
+        return x
 
     def logits(self, x):
         """Final norm and head, x (..., C) -> (..., V), in float32 or better: a bfloat16 softmax is too coarse."""
         y = self.lm_head(self.ln_f(x))
         return y.to(torch.promote_types(y.dtype, torch.float32))
 
-    def encode(self, idx, positions=None, mask=None, pad=None, cache=None):
-        """Token ids (B,T) -> the last block's output (B,T,C).
+    def target_numbers(self, y, targets):
+        """The head where targets are known: y (..., C) after the final norm, targets (...), -1 = none -> the target's
+        logit and the logsumexp of all logits, (...) each."""
+        kind = y.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.lm_head.weight.dtype
+        numbers = head_numbers(y.flatten(0, -2), self.lm_head.weight, targets.flatten().clamp(min=0), dtype)
+        return [number.view(targets.shape) for number in numbers]
 
-        positions: (B or 1, T), by default counting on from the cache, padding not counted. mask: see attention;
-        by default causal. pad: bool (B, cached + T), True = padding. cache: from new_cache(), extended in place.
-        Raises UserError when the row does not fit into block_size.
-        """
-        past = cache[0].length if cache else 0
-        T = idx.size(1)
-        if positions is None:
-            if past + T > self.config.block_size:
-                raise UserError(f'a row of {past + T} tokens is longer than block_size = {self.config.block_size}')
-            positions = torch.arange(past, past + T, device=idx.device)[None]
-            if pad is not None:
-                positions = ((~pad).cumsum(1) - 1).clamp(min=0)[:, past:]
-        if mask is None and pad is not None:
-            mask = causal_mask(T, past + T, pad)
-        x, rope = self.embed(idx, positions), self.rope(positions)
-        for i, block in enumerate(self.blocks):
-            x = block(x, rope, mask, cache=cache[i] if cache else None)
-        return x
+    def nll(self, x, targets):
+        """-log P(target) in nats, (...), from the last block's output x (..., C)."""
+        target_logit, lse = self.target_numbers(self.ln_f(x), targets)
+        return lse - target_logit
 
     def forward(self, idx, targets=None, pad=None):
-        """idx (B,T), targets (B,T) with -1 = ignore -> logits (B,T,V), mean cross-entropy in nats (or None)."""
-        logits = self.logits(self.encode(idx, pad=pad))
+        """idx (B,T), targets (B,T) with -1 = ignore -> (predictions (B,T,V), None) or (None, mean loss in nats)."""
+        x = self.trunk(idx, pad=pad)
         if targets is None:
-            return logits, None
-        return logits, mean_nll(logits, targets)
+            return self.logits(x), None
+        return None, mean_nll(self.nll(x, targets), targets)
 
     # --- generation ---
 
-    def new_cache(self):
-        """Empty KV caches, one per layer. A method that must reread the whole text returns None."""
-        return [KVCache(self.config.row_size) for _ in self.blocks]
-
     def next_logits(self, idx, pad, cache):
-        """Logits (B,V) of the token after the last one of idx (B,T); arguments as in encode."""
-        return self.logits(self.encode(idx, pad=pad, cache=cache)[:, -1])
+        """Logits (B,V) of the token after the last one of idx (B,T); pad as in trunk.
+
+        cache: None, or a list that is filled here at the first call: idx then has the new tokens alone. A method that
+        leaves it empty gets the whole text each time.
+        """
+        if cache is not None and not cache:
+            cache.extend(KVCache(self.config.row_size) for _ in self.layers)
+        return self.logits(self.trunk(idx, pad=pad, cache=cache)[:, -1])
 
     @torch.no_grad()
-    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None, use_cache=True,
-               n_text=None):
+    def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None, use_cache=True,
+                 n_text=None):
         """Continue a batch of prompts, lists of token ids; yield after each step a list with every row's new token.
 
         A row that has produced stop_token yields None from then on. temperature 0 takes the likeliest token;
         top_k > 0 and top_p < 1 drop the unlikely ones. n_text: only ids below it, the tokenizer's, are drawn: the
-        vocabulary may be larger. A text that outgrows block_size slides on: the row goes on from its last
-        block_size / 2 tokens, so the cache is rebuilt once in block_size / 2 tokens and not at each.
+        vocabulary may be larger. A text that outgrows block_size slides on, see GPTConfig.kept.
         Raises UserError for an empty prompt and for sampling settings out of range.
         """
         check_sampling(prompts, temperature, top_k, top_p)
-        was_training, device = self.training, self.wte.weight.device
-        self.eval()
-        rows, start, ended = [list(p) for p in prompts], [0] * len(prompts), [False] * len(prompts)
+        device = self.wte.weight.device
+        rows = [list(prompt) for prompt in prompts]
+        start = [0] * len(rows)
+        ended = [False] * len(rows)
         cache = None
-        try:
+        with eval_mode(self):
             for _ in range(max_new_tokens):
                 for r, row in enumerate(rows):
-                    if len(row) - start[r] > self.config.block_size:
-                        start[r], cache = len(row) - max(1, self.config.block_size // 2), None
-                if cache is None:
+                    kept = self.config.kept(len(row) - start[r])
+                    if kept < len(row) - start[r]:
+                        start[r], cache = len(row) - kept, None
+                if not cache:
                     idx, pad = left_pad([row[s:] for row, s in zip(rows, start)], device)
-                    cache = self.new_cache() if use_cache else None
+                    cache = [] if use_cache else None
                 else:
                     idx = torch.tensor([[row[-1]] for row in rows], device=device)
                     pad = None if pad is None else F.pad(pad, (0, 1))
@@ -284,17 +462,27 @@ class GPT(nn.Module):
                 ended = [over or token == stop_token for token, over in zip(new, ended)]
                 if all(ended):
                     return
-        finally:
-            self.train(was_training)
 
-    def generate(self, prompts, max_new_tokens, **sampling):
-        """The new tokens of each prompt, a list of lists; a stop token is included. Arguments as in stream."""
+    def complete(self, prompts, max_new_tokens, **sampling):
+        """The new tokens of each prompt, a list of lists; a stop token is included. Arguments as in generate."""
         out = [[] for _ in prompts]
-        for tokens in self.stream(prompts, max_new_tokens, **sampling):
+        for tokens in self.generate(prompts, max_new_tokens, **sampling):
             for row, token in zip(out, tokens):
                 if token is not None:
                     row.append(token)
         return out
+
+    def spent(self, prompts, new):
+        """What was spent on each token of prompts + new (lists of token lists): (unit, a list of ints per row, None where
+        it is not known), or None for a model that spends the same on all."""
+        return None
+
+    def report(self, batches):
+        """What a finished run shows, as text: here a sample."""
+        tokenizer = batches.tokenizer
+        prompt = tokenizer.encode(tokenizer.start_text())
+        new = self.complete([prompt], 200, temperature=0.8, n_text=tokenizer.n_text)[0]
+        return 'a sample at temperature 0.8:\n' + tokenizer.decode(new)
 
     # --- training ---
 
@@ -306,22 +494,29 @@ class GPT(nn.Module):
                 module.dropout = p
 
     def param_groups(self, weight_decay):
-        """Matrices and embeddings decay, gains, biases and single vectors do not."""
-        params = [p for p in self.parameters() if p.requires_grad]
-        return [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
-                {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+        """Matrices and embeddings decay; gains, biases and single vectors do not, nor embeddings that LoRA leaves as they
+        are but for some rows."""
+        groups = {True: [], False: []}
+        for name, p in self.named_parameters():
+            if p.requires_grad:
+                groups[p.dim() >= 2 and not (self.config.lora_rank and name in TOKEN_ROWS)].append(p)
+        return [{'params': groups[True], 'weight_decay': weight_decay}, {'params': groups[False], 'weight_decay': 0.0}]
 
     def load_pretrained(self, state):
         """Start from another checkpoint's weights (a state dict), tensor by tensor of the same name.
 
         Where this model has more rows (a larger vocabulary), the further rows keep their initial values. Returns the
-        names of tensors that the checkpoint does not have. Raises UserError where the shapes do not fit, or where
-        a head of its own would have to share the embeddings' matrix.
+        names of tensors that the checkpoint does not have. Raises UserError where the shapes do not fit, where a head of
+        its own would have to share the embeddings' matrix, or where LoRA would leave rows untrained.
         """
         tied = self.lm_head.weight is self.wte.weight and 'lm_head.weight' in state
         if tied and not torch.equal(state['lm_head.weight'], state['wte.weight']):
             raise UserError('tie_weights = True: the checkpoint to start from has a head of its own, which would '
                             'replace the embeddings; use tie_weights = False')
+        T, old = self.config.row_size, len(state.get('wpe.weight', ()))
+        if self.config.lora_rank and 0 < old < T:
+            raise UserError(f'block_size = {self.config.block_size}: the checkpoint to start from has {old} positions, and '
+                            'with lora_rank no further ones are learned; leave block_size or lora_rank out')
         own = self.state_dict()  # shares memory with the parameters
         for name, tensor in state.items():
             if name not in own or tensor.shape[1:] != own[name].shape[1:] or len(tensor) > len(own[name]):
@@ -331,25 +526,15 @@ class GPT(nn.Module):
         return [name for name in own if name not in state]
 
     def row_lengths(self):
-        """Streams that each block, and the head, compute for a full row of block_size tokens: (list, int)."""
+        """Positions that each block, and the head, compute for a full row of block_size tokens: (list, int)."""
         return [self.config.block_size] * self.config.n_layer, self.config.block_size
 
     def flops_per_token(self):
         """FLOPs of forward and backward per input token of a full row, counted as in PaLM (2204.02311), appendix B."""
         in_blocks, in_head = self.row_lengths()
-        block_params = sum(p.numel() for p in self.blocks[0].parameters())
+        block_params = sum(p.numel() for p in self.layers[0].parameters())
         total = sum(6 * block_params * S + 12 * self.config.n_embd * S * S for S in in_blocks)
         return (total + 6 * self.lm_head.weight.numel() * in_head) / self.config.block_size
-
-    def activation_bytes(self, rows, bytes_per_number=4):
-        """Roughly what the blocks keep of a number of rows for the backward pass: 16 vectors (C) per position."""
-        return rows * sum(self.row_lengths()[0]) * 16 * self.config.n_embd * bytes_per_number
-
-
-def mean_nll(logits, targets):
-    """Mean cross-entropy in nats of logits (B,T,V) over the targets (B,T) that are not -1; 0 where all are."""
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
-    return total / (targets >= 0).sum().clamp(min=1)
 
 
 def check_sampling(prompts, temperature, top_k, top_p):

@@ -1,67 +1,40 @@
 """Reasoning in Memory (arXiv 2605.30343): thought happens in fixed memory blocks that are read in one forward pass.
 
-A memory block is <b>, M times <m>, </b>. A row is question, block 1, read-out 1, block 2, read-out 2, ...; the question
-and the blocks never see a read-out, and a read-out sees only itself besides them. Stage 1 lets the read-out of block t
-predict the next written step, stage 2 lets every read-out predict the answer. At inference nothing is written: question
-and blocks are one prefill, and the answer is decoded after the last block.
+    row        question [b m m /b] step 2 [b m m /b] step 3 [b m m /b] answer
+    sees       question <- block 1 <----- block 2 <----- block 3        a read-out is seen by nobody else
+    stage 1    read-outs are the next written steps and the answer; the early ones fade away
+    stage 2    every read-out is the answer
+    asked      question [b m m /b][b m m /b][b m m /b] -> answer        one pass, nothing written
 
-The baselines share this file: direct answers, written steps, blocks without stage 1, and Coconut (arXiv 2412.06769).
+A memory block is <b>, M times <m>, </b>; a read-out is what is predicted after a block. The baselines share this file:
+direct answers (sft), written steps (cot), blocks without stage 1 (pause) and, at the end, Coconut (arXiv 2412.06769).
 Shapes: B rows, S tokens of a row, C width, V vocabulary, K memory blocks, M memory tokens per block.
 """
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
-from config import UserError, check_range
+from config import UserError, check_choice, check_range
 from data import records
-from model import GPT, GPTConfig, KVCache, check_sampling, left_pad, sample_token
-
-TRAIN_ON = ('rim', 'pause', 'sft', 'cot', 'coconut')
-LORA_SCALE = 2.0  # alpha / rank
-TOKEN_ROWS = ('wte.weight', 'lm_head.weight')  # one row per token of the vocabulary; mostly one and the same tensor
-
-
-@dataclass
-class RiMConfig(GPTConfig):
-    train_on: str = 'rim'  # rim | pause (blocks without stage 1) | sft (direct answer) | cot (written steps) | coconut
-    n_blocks: int = 8  # K, memory blocks in stage 2 and at inference
-    n_mem: int = 2  # M, memory tokens per block
-    anneal: str = 'relative'  # how read-outs fade in stage 1: relative (the earliest first) | uniform | none
-    epochs: float = 0.0  # passes over the training records, above 0 it takes the place of max_iters; of stage 1 for rim
-    stage2_iters: int = 1000  # rim: steps of stage 2; max_iters are those of stage 1
-    stage2_epochs: float = 0.0  # rim: passes over the records in stage 2, above 0 it takes the place of stage2_iters
-    stage2_learning_rate: float = 3e-4  # rim: peak in stage 2, lower than in stage 1
-    stage2_dropout: float = 0.1  # rim: dropout in stage 2, more than in stage 1
-    max_steps: int = 16  # training records with more steps are left out and counted
-    train_question: bool = False  # train the question's tokens as well, with weight 1
-    coconut_stages: int = 6  # coconut: stage j has thoughts in place of the first j steps, the last one in place of all
-    thoughts_per_stage: int = 1  # coconut: thoughts that each stage adds
-    lora_rank: int = 0  # above 0: train only adapters of this rank and the embeddings of the special tokens
-
-    of_the_run = ('train_on', 'anneal', 'epochs', 'stage2_iters', 'stage2_epochs', 'stage2_learning_rate',
-                  'stage2_dropout', 'max_steps', 'train_question')
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.train_on not in TRAIN_ON:
-            raise UserError(f'train_on = {self.train_on!r}: choose one of {", ".join(TRAIN_ON)}')
-        if self.anneal not in ('relative', 'uniform', 'none'):
-            raise UserError(f'anneal = {self.anneal!r}: choose relative, uniform or none')
-        check_range(vars(self), 'n_blocks n_mem max_steps coconut_stages thoughts_per_stage')
-        check_range(vars(self), 'epochs stage2_iters stage2_epochs stage2_learning_rate lora_rank', 0)
-        check_range(vars(self), 'stage2_dropout', 0, 1)
-        if self.lora_rank > self.n_embd:
-            raise UserError(f'lora_rank = {self.lora_rank}: must be at most n_embd = {self.n_embd}, as no matrix '
-                            'has a higher rank')
-
+from model import (GPT, GPTConfig, KVCache, Stage, TOKEN_ROWS, causal_mask, check_sampling, eval_mode, left_pad,
+                   sample_token, text_start)
 
 # --- rows ---
 
 QUESTION, MEMORY, READOUT = 'question', 'memory', 'readout'
 Row = namedtuple('Row', 'tokens kind block positions targets weights')  # lists of one entry per token
+Special = namedtuple('Special', 'begin mem close end')  # ids of <b>, <m>, </b>, <end>
+
+
+def special_ids(vocab_size):
+    """The special tokens are the last ids of the vocabulary. Raises UserError if there is no room for text before them."""
+    if vocab_size <= len(records.SPECIAL):
+        raise UserError(f'vocab_size = {vocab_size}: there must be room for {", ".join(records.SPECIAL)} behind the text')
+    return Special(*range(vocab_size - len(records.SPECIAL), vocab_size))
 
 
 def build_row(question, readouts, weights, n_mem, special, question_weight=0.0):
@@ -69,14 +42,14 @@ def build_row(question, readouts, weights, n_mem, special, question_weight=0.0):
 
     question, readouts: token ids and lists of them. weights: one per read-out, for each of its tokens and its end
     token. n_mem: M, or None for no blocks: then the one read-out follows the question, as in plain fine-tuning.
-    special: ids of <b>, <m>, </b>, <end>. question_weight: for each of the question's tokens.
+    special: a Special. question_weight: for each of the question's tokens.
     A read-out of weight 0 is left out, since no other token sees it.
     """
-    begin, mem, close, end = special
-    memory = [] if n_mem is None else [begin] + [mem] * n_mem + [close]
-    row = Row(list(question), [QUESTION] * len(question), [0] * len(question), list(range(len(question))),
-              question[1:] + [-1], [question_weight] * (len(question) - 1) + [0.0])
-    position = len(question)  # read-outs do not count: a block goes on where the last block ended
+    memory = [] if n_mem is None else [special.begin] + [special.mem] * n_mem + [special.close]
+    n = len(question)
+    row = Row(tokens=list(question), kind=[QUESTION] * n, block=[0] * n, positions=list(range(n)),
+              targets=question[1:] + [-1], weights=[question_weight] * (n - 1) + [0.0])
+    position = n  # read-outs do not count: a block goes on where the last block ended
     for k, (readout, weight) in enumerate(zip(readouts, weights), 1):
         readout = readout if weight else []
         row.tokens.extend(memory + readout)
@@ -87,8 +60,9 @@ def build_row(question, readouts, weights, n_mem, special, question_weight=0.0):
         row.weights.extend([0.0] * len(memory))
         position += len(memory)
         if readout:  # the token before it, </b>, predicts its first token; its own last token predicts the end
-            row.targets[-1], row.weights[-1] = readout[0], weight
-            row.targets.extend(readout[1:] + [end])
+            row.targets[-1] = readout[0]
+            row.weights[-1] = weight
+            row.targets.extend(readout[1:] + [special.end])
             row.weights.extend([weight] * len(readout))
     return row
 
@@ -118,19 +92,295 @@ def memory_mask(readout):
     return shared.tril()[:, None]
 
 
+# --- stages: how a record (records.Encoded) becomes read-outs and their weights ---
+
+def written(c, record, progress):
+    """Chain of thought: the steps, a line each, then the answer."""
+    return [lines(record, record.steps) + record.answer], [1.0]
+
+
+def direct(c, record, progress):
+    """The answer follows the question."""
+    return [record.answer], [1.0]
+
+
+def stepwise(c, record, progress):
+    """Stage 1: the block of step t is read out as step t + 1, the last one as the answer."""
+    return [*record.steps[1:], record.answer], stage1_weights(len(record.steps), progress, c.anneal)
+
+
+def repeated(c, record, progress):
+    """Stage 2: every block is read out as the answer."""
+    return [record.answer] * c.n_blocks, stage2_weights(c.n_blocks)
+
+
+def lines(record, steps):
+    return [token for step in steps for token in step + record.newline]
+
+
+STAGES = {'rim': {'stage1': stepwise, 'stage2': repeated}, 'pause': {'pause': repeated}, 'sft': {'sft': direct},
+          'cot': {'cot': written}}
+
+
+@dataclass
+class MemoryConfig(GPTConfig):
+    n_blocks: int = 8  # K, memory blocks in stage 2 and at inference; coconut: stages
+    n_mem: int = 2  # M, memory tokens per block; coconut: thoughts that each stage adds
+    epochs: float = 0.0  # passes over the training records, above 0 it takes the place of max_iters; of stage 1 for rim
+    max_steps: int = 16  # training records with more steps are left out and counted
+    train_question: bool = False  # train the question's tokens as well, with weight 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_range(vars(self), 'n_blocks n_mem max_steps')
+        check_range(vars(self), 'epochs', 0)
+
+    def first_iters(self, max_iters, epoch_iters):
+        return max(1, round(self.epochs * epoch_iters)) if self.epochs else max_iters
+
+
+@dataclass
+class RiMConfig(MemoryConfig):
+    train_on: str = 'rim'  # rim | pause (blocks without stage 1) | sft (direct answer) | cot (written steps)
+    anneal: str = 'relative'  # how read-outs fade in stage 1: relative (the earliest first) | uniform | none
+    stage2_iters: int = 1000  # rim: steps of stage 2; max_iters are those of stage 1
+    stage2_epochs: float = 0.0  # rim: passes over the records in stage 2, above 0 it takes the place of stage2_iters
+    stage2_learning_rate: float = 3e-4  # rim: peak in stage 2, lower than in stage 1
+    stage2_dropout: float = 0.1  # rim: dropout in stage 2, more than in stage 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice(vars(self), 'train_on', ' '.join(STAGES))
+        check_choice(vars(self), 'anneal', 'relative uniform none')
+        check_range(vars(self), 'stage2_iters stage2_epochs stage2_learning_rate', 0)
+        check_range(vars(self), 'stage2_dropout', 0, 1)
+
+    @property
+    def has_blocks(self):
+        return not {written, direct} & {*STAGES[self.train_on].values()}
+
+    def stages(self, max_iters, learning_rate, epoch_iters):
+        first = self.first_iters(max_iters, epoch_iters)
+        second = max(1, round(self.stage2_epochs * epoch_iters)) if self.stage2_epochs else self.stage2_iters
+        plan = [(0, first, learning_rate, self.dropout), (first, second, self.stage2_learning_rate, self.stage2_dropout)]
+        return [Stage(name, *part) for name, part in zip(STAGES[self.train_on], plan)]
+
+    def readouts(self, stage, record, progress=0.0):
+        """(read-outs, their weights, M or None for no blocks) of a record in the stage of this name."""
+        return *STAGES[self.train_on][stage](self, record, progress), self.n_mem if self.has_blocks else None
+
+    @property
+    def layout(self):
+        """(K, M) of the memory after a question, as trained."""
+        return (self.n_blocks, self.n_mem) if self.has_blocks else (0, 0)
+
+
 # --- the model ---
 
-class LoRALinear(nn.Linear):
-    """weight + 2 B A with a frozen weight (arXiv 2106.09685). The sum is not stored: it would go stale."""
+class RiM(GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.special = special_ids(config.vocab_size)
+        if config.lora_rank:  # beside the adapters the special tokens' rows are trained
+            is_new = (torch.arange(config.vocab_size) >= self.special.begin).float()[:, None]
+            for name, p in self.named_parameters():
+                if name in TOKEN_ROWS:
+                    p.requires_grad = True
+                    p.register_hook(lambda grad: grad * is_new.to(grad))
 
-    def __init__(self, linear, rank):
-        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
-        self.load_state_dict(linear.state_dict())
-        self.lora_a = nn.Parameter(torch.randn(rank, self.in_features) * self.in_features ** -0.5)
-        self.lora_b = nn.Parameter(torch.zeros(self.out_features, rank))
+    def load_pretrained(self, state):
+        """As GPT's, but what pads a plain GPT's vocabulary gives way to the special tokens."""
+        V = self.config.vocab_size
+        return super().load_pretrained({
+            name: tensor[:self.special.begin] if name in TOKEN_ROWS and len(tensor) > V else tensor
+            for name, tensor in state.items()})
 
-    def forward(self, x):
-        return super().forward(x) + LORA_SCALE * F.linear(F.linear(x, self.lora_a), self.lora_b)
+    def forward(self, idx, targets=None, weights=None, at=None, positions=None, readout=None):
+        """idx (B,S) -> (logits (B,S,V), None); with targets (n,), weights (n,) and at (n,), the positions b*S+s that
+        predict them: (None, loss), the weighted nll in nats summed over a row, mean over rows.
+
+        positions (B,S), by default 0..S-1. readout (B,S): see memory_mask; by default causal.
+        """
+        x = self.trunk(idx, positions, None if readout is None else memory_mask(readout))
+        if targets is None:
+            return self.logits(x), None
+        nll = self.nll(x.flatten(0, 1)[at], targets)  # the head is computed only where something is learned
+        return None, (nll * weights).sum() / len(idx)
+
+    # --- inference ---
+
+    def prefill(self, questions, n_blocks=0, n_mem=0):
+        """Questions (token lists) and the memory blocks after them in one pass.
+
+        n_blocks, n_mem: K and M, 0 as trained. Returns (cache, pad, points): points has for each block the
+        cache's length at its end and the hidden states there (B,C), from which an answer can be read; without blocks
+        it is one point, the question's end. Raises UserError if question and blocks do not fit into block_size.
+        """
+        if n_blocks < 0 or n_mem < 0 or (n_blocks or n_mem) and not self.config.has_blocks:
+            raise UserError(f'n_blocks = {n_blocks}, n_mem = {n_mem}: ' + (
+                'must be at least 1' if self.config.has_blocks else 'this model has no memory blocks'))
+        K, M = self.config.layout
+        K, M = n_blocks or K, n_mem or M
+        block = [self.special.begin] + [self.special.mem] * M + [self.special.close]
+        memory = block * K
+        longest = max(map(len, questions))
+        if longest + len(memory) + 1 > self.config.block_size:
+            raise UserError(f'a question of {longest} tokens' + (f' with {len(memory)} memory tokens' if memory else '')
+                            + f' leaves no room for an answer in block_size = {self.config.block_size}')
+        idx, pad = left_pad([list(q) + memory for q in questions], self.wte.weight.device)
+        # room for the tokens of a row and the padding before it, so that an answer is as long beside others as alone
+        room = self.config.block_size + longest - min(map(len, questions))
+        cache = [KVCache(room) for _ in self.layers]
+        x = self.trunk(idx, pad=pad, cache=cache)
+        ends = [longest + len(block) * k for k in range(1, K + 1)] or [longest]
+        return cache, pad, [(end, x[:, end - 1]) for end in ends]
+
+    @torch.no_grad()
+    def read(self, cache, pad, point, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0):
+        """Decode a read-out at one of prefill's points; yield for each token (ids (B,), log-probabilities (B,), live (B,)
+        bool: whether the read-out of that row goes on to this token).
+
+        <b>, <m> and </b> are never drawn: the probabilities are those among text and <end>. The cache is cut back
+        to the point. Blocks after it are overwritten, so read later blocks before earlier ones.
+        """
+        end, hidden = point
+        for c in cache:
+            c.length = end
+        pad = None if pad is None else pad[:, :end]
+        live = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+        position = torch.full_like(live, end, dtype=torch.long)  # (B,), the next
+        if pad is not None:
+            position = (~pad).sum(dim=1)
+        logits = self.logits(hidden)
+        last = self.config.block_size - 1
+        for _ in range(max_new_tokens):
+            logits[:, self.special.begin:self.special.end] = -torch.inf
+            token = sample_token(logits, temperature, top_k, top_p)
+            yield token, logits.log_softmax(dim=-1).gather(1, token[:, None])[:, 0], live
+            live = live & (token != self.special.end) & (position < last)
+            if not live.any():
+                return
+            pad = None if pad is None else F.pad(pad, (0, 1))
+            at = position.clamp(max=last)[:, None]  # rows that have ended are fed on, their output unused
+            logits = self.logits(self.trunk(token[:, None], at, pad=pad, cache=cache)[:, -1])
+            position = position + 1
+
+    @torch.no_grad()
+    def answers(self, questions, max_new_tokens=256, temperature=0.0, top_k=0, top_p=1.0, n_blocks=0, n_mem=0,
+                every_block=False, samples=1):
+        """Read-outs of a batch of questions (token lists): for each block read, the last one alone unless every_block, a
+        list with a sample each: (token lists without the end token, log-probabilities (B,)). One prefill serves all."""
+        check_sampling(questions, temperature, top_k, top_p)
+        with eval_mode(self):
+            cache, pad, points = self.prefill(questions, n_blocks, n_mem)
+            read = []
+            for point in points[::-1] if every_block else points[-1:]:  # the last block first, see read
+                read.append([])
+                for _ in range(samples):
+                    rows, total = [[] for _ in questions], 0.0
+                    for token, log_p, live in self.read(cache, pad, point, max_new_tokens, temperature, top_k, top_p):
+                        total += log_p * live
+                        for row, t, goes_on in zip(rows, token.tolist(), live.tolist()):
+                            if goes_on and t != self.special.end:
+                                row.append(t)
+                    read[-1].append((rows, total))
+        return read[::-1]
+
+    def report(self, batches):
+        """Accuracy on validation records, block by block, and an example."""
+        return records.accuracy_text(partial(self.answers, every_block=True), batches.tokenizer, batches.val_records)
+
+
+# --- batches ---
+
+class RiMBatches:
+    """Rows of a record data set, as the present stage wants them, epoch by epoch, rows of similar length together: a
+    pure function of (seed, stage, iteration, row). Raises UserError for data that do not fit, see records.RecordData."""
+    align = False  # whether all questions of a batch end in the same column
+
+    def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
+        self.config = config
+        self.special = special_ids(config.vocab_size)
+        self.names = [stage.name for stage in config.stages(1, 0.0, 1)]
+        self.data = records.RecordData(dataset, meta, config, self.longest)
+        self.tokenizer = self.data.tokenizer
+        self.val_records = self.data.records['val'][:eval_rows]
+        lengths = [self.size(encoded, self.names[0])[0] for encoded in self.data.encoded['train']]
+        self.epochs = records.Epochs(lengths, rows_per_step, seed)
+        self.epoch_iters = self.epochs.iters
+
+    def size(self, encoded, stage):
+        """(tokens of a record's row as the stage begins, positions that it takes)."""
+        readouts, _, n_mem = self.config.readouts(stage, encoded)
+        block = 0 if n_mem is None else n_mem + 2
+        question = len(encoded.question)
+        return (question + sum(block + len(readout) for readout in readouts),
+                question + max(block * k + len(readout) for k, readout in enumerate(readouts, 1)))
+
+    def longest(self, encoded):
+        """The most positions that a record takes; where it has no steps, when it is asked."""
+        names = self.names if encoded.steps else self.names[-1:]
+        return max(self.size(encoded, stage)[1] for stage in names)
+
+    def rows(self, stage, it, numbers):
+        """The rows of these numbers within an iteration's batch."""
+        progress = (it - stage.first) / max(1, stage.iters)
+        rows = []
+        for i in self.epochs.numbers(it, numbers):
+            encoded = self.data.encoded['train'][i]
+            readouts, weights, n_mem = self.config.readouts(stage.name, encoded, progress)
+            rows.append(build_row(encoded.question, readouts, weights, n_mem, self.special,
+                                  float(self.config.train_question)))
+        return rows
+
+    def val_row(self, stage, encoded):
+        """The last read-out alone counts: the loss is that of the answer in every stage, with cot of the steps too."""
+        readouts, _, n_mem = self.config.readouts(stage, encoded)
+        return build_row(encoded.question, readouts, [0.0] * (len(readouts) - 1) + [1.0], n_mem, self.special)
+
+    def train_batch(self, stage, it, rows):
+        return self.tensors(self.rows(stage, it, rows))
+
+    def val_batch(self, stage, rows):
+        rows = [self.val_row(stage.name, self.data.encoded['val'][i]) for i in rows if i < len(self.val_records)]
+        return self.tensors(rows) if rows else None
+
+    def tensors(self, rows):
+        """Rows as RiM.forward takes them: idx (B,S), targets, weights and at (n,), positions (B,S), readout (B,S)."""
+        questions = [row.kind.count(QUESTION) for row in rows]
+        lead = [max(questions) - n if self.align else 0 for n in questions]
+        batch = records.row_tensors(rows, lead)
+        blocks = any(MEMORY in row.kind for row in rows)
+        return (*batch, records.pad_rows([read_by(row) for row in rows], lead, -1)) if blocks else batch
+
+    def table(self, stage, it, n=2):
+        """The first n rows of a batch as text: token, position, kind, block, columns it sees, label, weight."""
+        rows = self.rows(stage, it, list(range(n)))
+        sees = [memory_mask(torch.tensor([read_by(row)]))[0, 0].tolist() for row in rows]
+        return records.table(rows, sees, self.tokenizer)
+
+
+# --- Coconut: thoughts are hidden states that are fed back, in place of the first written steps ---
+
+@dataclass
+class CoconutConfig(MemoryConfig):
+    """Stage j of K has j*M thoughts in place of the first j steps; the last stage has them in place of all."""
+    has_blocks = False  # whose number could be chosen
+
+    def stages(self, max_iters, learning_rate, epoch_iters):
+        iters = self.first_iters(max_iters, epoch_iters)
+        edges = [iters * j // self.n_blocks for j in range(self.n_blocks + 1)]
+        return [Stage(f'stage{j}', edges[j - 1], edges[j] - edges[j - 1], learning_rate, self.dropout)
+                for j in range(1, self.n_blocks + 1)]
+
+    def readouts(self, stage, record, progress=0.0):
+        replaced = int(stage.removeprefix('stage'))
+        steps = record.steps[replaced:] if replaced < self.n_blocks else []
+        return [lines(record, steps) + record.answer], [1.0], replaced * self.n_mem
+
+    @property
+    def layout(self):
+        return 1, self.n_blocks * self.n_mem
 
 
 class GrowingCache(KVCache):
@@ -138,72 +388,29 @@ class GrowingCache(KVCache):
 
     def append(self, k, v):
         if self.length:
-            k, v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
+            k = torch.cat((self.k, k), dim=2)
+            v = torch.cat((self.v, v), dim=2)
         self.k, self.v, self.length = k, v, k.size(2)
         return k, v
 
 
-class RiM(GPT):
-    sampling = ('temperature', 'top_k', 'top_p', 'n_blocks', 'n_mem')
-
-    def __init__(self, config):
-        super().__init__(config)
-        V = config.vocab_size
-        if V <= len(records.SPECIAL):
-            raise UserError(f'vocab_size = {V}: there must be room for {", ".join(records.SPECIAL)} behind the text')
-        self.special = list(range(V - len(records.SPECIAL), V))  # the last ids of the vocabulary
-        if config.lora_rank:
-            for part in [part for block in self.blocks for part in (block.attn, block.mlp)]:
-                for name, linear in list(part.named_children()):
-                    if isinstance(linear, nn.Linear):
-                        setattr(part, name, LoRALinear(linear, config.lora_rank))
-            is_new = (torch.arange(V) >= self.special[0]).float()[:, None]
-            for name, p in self.named_parameters():
-                p.requires_grad = 'lora_' in name or name in TOKEN_ROWS
-                if name in TOKEN_ROWS:
-                    p.register_hook(lambda grad: grad * is_new.to(grad))
-
-    def param_groups(self, weight_decay):
-        groups = super().param_groups(weight_decay)
-        if self.config.lora_rank:  # decay would move the embeddings that are not trained
-            frozen = [p for name, p in self.named_parameters() if name in TOKEN_ROWS]
-            groups[0]['params'] = [p for p in groups[0]['params'] if not any(p is f for f in frozen)]
-            groups[1]['params'] += frozen
-        return groups
-
-    def load_pretrained(self, state):
-        """As GPT's, but what pads a plain GPT's vocabulary gives way to the special tokens."""
-        V, T, old = self.config.vocab_size, self.config.block_size, len(state.get('wpe.weight', ()))
-        if self.config.lora_rank and 0 < old < T:
-            raise UserError(f'block_size = {T}: the checkpoint to start from has {old} positions, and with lora_rank no '
-                            'further ones are learned; leave block_size or lora_rank out')
-        return super().load_pretrained({name: tensor[:self.special[0]] if name in TOKEN_ROWS and len(tensor) > V else tensor
-                                        for name, tensor in state.items()})
-
-    def forward(self, idx, targets=None, weights=None, positions=None, readout=None):
-        """idx (B,S) -> (logits (B,S,V), None), or with targets (B,S), -1 = none, and weights (B,S): (None, loss), the
-        weighted nll in nats summed over a row, mean over rows.
-
-        positions (B,S), by default 0..S-1. readout (B,S): see memory_mask; by default causal. Coconut needs both.
-        """
-        mask = None if readout is None else memory_mask(readout)
-        if self.config.train_on == 'coconut':
-            x = self.encode_thoughts(idx, positions, mask, [GrowingCache(0) for _ in self.blocks])
-        else:
-            x = self.encode(idx, positions, mask)
-        if targets is None:
-            return self.logits(x), None
-        trained = targets >= 0  # the head is computed only where something is learned
-        nll = F.cross_entropy(self.logits(x[trained]), targets[trained], reduction='none')
-        return None, (nll * weights[trained]).sum() / idx.size(0)
-
-    def encode_thoughts(self, idx, positions, mask, cache):
-        """Coconut: as encode, but in place of a <m> the model reads its own last hidden state at the token before.
+class Coconut(RiM):
+    def trunk(self, idx, positions=None, mask=None, pad=None, cache=None):
+        """As GPT.trunk, but in place of a <m> the model reads its own last hidden state at the token before.
 
         The <m> of all rows must stand in the same columns. One pass per thought; gradients flow through all of them.
         """
-        thoughts = (idx[0] == self.special[1]).nonzero()[:, 0].tolist()
-        edges = [0, *thoughts, thoughts[-1] + 1, idx.size(1)]
+        S = idx.size(1)
+        thoughts = (idx[0] == self.special.mem).nonzero()[:, 0].tolist() if S > 1 else []
+        if not thoughts:
+            return super().trunk(idx, positions, mask, pad, cache)
+        if positions is None:
+            start = torch.zeros_like(idx[:, :1]) if pad is None else text_start(pad)
+            positions = (torch.arange(S, device=idx.device) - start).clamp(min=0)
+        if mask is None:
+            mask = causal_mask(S, S, torch.zeros_like(idx, dtype=torch.bool) if pad is None else pad)
+        cache = cache or [GrowingCache(0) for _ in self.layers]
+        edges = [0, *thoughts, thoughts[-1] + 1, S]
         outputs = []
         for first, last in zip(edges, edges[1:]):
             at = positions[:, first:last]
@@ -213,190 +420,14 @@ class RiM(GPT):
             else:
                 x = self.embed(idx[:, first:last], at)
             rope = self.rope(at)
-            for block, block_cache in zip(self.blocks, cache):
-                x = block(x, rope, mask[:, :, first:last, :last], cache=block_cache)
+            for layer, layer_cache in zip(self.layers, cache):
+                x = layer(x, rope, mask[:, :, first:last, :last], cache=layer_cache)
             outputs.append(x)
         return torch.cat(outputs, dim=1)
 
-    # --- inference ---
 
-    def prefill(self, questions, n_blocks=0, n_mem=0):
-        """Questions (token lists) and the memory blocks after them in one pass (Coconut: one more per thought).
+class CoconutBatches(RiMBatches):
+    align = True
 
-        n_blocks, n_mem: K and M, 0 as trained. Returns (cache, pad, points): points has for each block the
-        cache's length at its end and the hidden states there (B,C), from which an answer can be read; without blocks
-        it is one point, the question's end. Raises UserError if question and blocks do not fit into block_size.
-        """
-        c = self.config
-        if (n_blocks or n_mem) and c.train_on not in ('rim', 'pause'):
-            raise UserError(f'n_blocks = {n_blocks}, n_mem = {n_mem}: a {c.train_on} model has no memory blocks')
-        K, M = n_blocks or c.n_blocks, n_mem or c.n_mem
-        if K < 1 or M < 1:
-            raise UserError(f'n_blocks = {K}, n_mem = {M}: there must be at least 1 of each')
-        if c.train_on == 'coconut':
-            K, M = 1, c.coconut_stages * c.thoughts_per_stage
-        begin, mem, close, _ = self.special
-        memory = [] if c.train_on in ('sft', 'cot') else ([begin] + [mem] * M + [close]) * K
-        longest = max(map(len, questions))
-        if longest + len(memory) + 1 > c.block_size:
-            raise UserError(f'a question of {longest} tokens' + (f' with {len(memory)} memory tokens' if memory else '')
-                            + f' leaves no room for an answer in block_size = {c.block_size}')
-        idx, pad = left_pad([list(q) + memory for q in questions], self.wte.weight.device)
-        # room for the tokens of a row and the padding before it, so that an answer is as long beside others as alone
-        cache = [KVCache(c.block_size + longest - min(map(len, questions))) for _ in self.blocks]
-        if c.train_on == 'coconut':
-            lead = 0 if pad is None else pad.sum(1, keepdim=True)
-            positions = (torch.arange(idx.size(1), device=idx.device) - lead).clamp(min=0)
-            mask = memory_mask(torch.zeros_like(idx) if pad is None else -pad.long())
-            x = self.encode_thoughts(idx, positions.expand(idx.shape), mask, cache)
-        else:
-            x = self.encode(idx, pad=pad, cache=cache)
-        ends = [longest + (M + 2) * k for k in range(1, K + 1)] if memory else [longest]
-        return cache, pad, [(end, x[:, end - 1]) for end in ends]
-
-    def read(self, cache, pad, point, max_new_tokens=32, temperature=0.0, top_k=0, top_p=1.0, on_token=None):
-        """Decode a read-out at one of prefill's points: (token lists without the end token, log-probabilities (B,)).
-
-        <b>, <m> and </b> are never drawn: the probabilities are those among text and <end>. The cache is cut back
-        to the point. Blocks after it are overwritten, so read later blocks before earlier ones.
-        on_token: called with each step's tokens (B,).
-        """
-        end, hidden = point
-        for c in cache:
-            c.length = end
-        pad = None if pad is None else pad[:, :end]
-        rows, total = [[] for _ in hidden], hidden.new_zeros(len(hidden))
-        live, logits = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device), self.logits(hidden)
-        position = torch.full_like(live, end, dtype=torch.long) if pad is None else (~pad).sum(dim=1)  # (B,), the next
-        last = self.config.block_size - 1
-        for i in range(max_new_tokens):
-            if i:
-                pad = None if pad is None else F.pad(pad, (0, 1))
-                at = (position + i - 1).clamp(max=last)[:, None]  # rows that have ended are fed on, their output unused
-                logits = self.logits(self.encode(token[:, None], at, pad=pad, cache=cache)[:, -1])
-            logits[:, self.special[0]:self.special[3]] = -torch.inf
-            token = sample_token(logits, temperature, top_k, top_p)
-            if on_token:
-                on_token(token)
-            total += logits.log_softmax(dim=-1).gather(1, token[:, None])[:, 0] * live
-            live = live & (token != self.special[3])
-            for row, t, goes_on in zip(rows, token.tolist(), live.tolist()):
-                if goes_on:
-                    row.append(t)
-            live = live & (position + i < last)
-            if not live.any():
-                break
-        return rows, total
-
-    @torch.no_grad()
-    def answers(self, questions, n_blocks=0, n_mem=0, every_block=False, samples=1, **sampling):
-        """Read-outs of a batch of questions (token lists): a list with one entry per block read, the last block alone
-        unless every_block, of a list per sample of what `read` returns. One prefill serves all of them."""
-        check_sampling(questions, sampling.get('temperature', 0.0), sampling.get('top_k', 0), sampling.get('top_p', 1.0))
-        if was_training := self.training:  # to switch takes a tenth of the time to a short answer
-            self.eval()
-        try:
-            cache, pad, points = self.prefill(questions, n_blocks, n_mem)
-            if self.config.train_on == 'cot':  # steps are long
-                sampling = {'max_new_tokens': self.config.block_size, **sampling}
-            points = points if every_block else points[-1:]
-            # the last block first: reading one overwrites the cache behind it
-            return [[self.read(cache, pad, point, **sampling) for _ in range(samples)] for point in points[::-1]][::-1]
-        finally:
-            if was_training:
-                self.train()
-
-    def ask(self, tokenizer, question, show=False, **sampling):
-        """The answer to a question, as text; with show, what each block answers and with what probability."""
-        read = self.answers([records.encode_question(tokenizer, question)], every_block=show, **sampling)
-
-        def answer(rows):  # to one question; line breaks around it say nothing
-            return tokenizer.decode(rows[0]).strip()
-        if not show:
-            return answer(read[-1][0][0])
-        place = 'block' if self.config.train_on in ('rim', 'pause') else 'answer'
-        return '\n'.join(f'{place} {k}: {answer(rows)}  (probability {log_p[0].exp().item():.3f})'
-                         for k, [(rows, log_p)] in enumerate(read, 1))
-
-
-# --- batches ---
-
-class RiMBatches(records.RecordBatches):
-    """Rows of a record data set, as the present stage and train_on want them."""
-
-    def length(self, question, steps, answer):
-        """The most positions that a record takes in any stage, and in inference."""
-        c = self.config
-        if c.train_on in ('cot', 'coconut'):
-            thoughts = c.coconut_stages * c.thoughts_per_stage + 2 if c.train_on == 'coconut' else 0
-            return len(question) + thoughts + sum(len(step) + 1 for step in steps) + len(answer)
-        if c.train_on == 'sft':
-            return len(question) + len(answer)
-        return len(question) + max(len(steps), c.n_blocks) * (c.n_mem + 2) + max(map(len, [*steps, answer]))
-
-    def tokens(self, question, steps, answer):
-        """Tokens of a record's row as training begins: rows of about as many go together."""
-        c = self.config
-        if c.train_on == 'rim':
-            return len(question) + len(steps) * (c.n_mem + 2) + sum(map(len, steps[1:])) + len(answer)
-        if c.train_on == 'pause':
-            return len(question) + c.n_blocks * (c.n_mem + 2 + len(answer))
-        return self.length(question, steps, answer)
-
-    def stages(self, max_iters, learning_rate):
-        """The run's stages as (name, steps, peak learning rate, dropout)."""
-        c = self.config
-        steps = max(1, round(c.epochs * self.epoch_steps)) if c.epochs else max_iters
-        if c.train_on == 'rim':
-            second = max(1, round(c.stage2_epochs * self.epoch_steps)) if c.stage2_epochs else c.stage2_iters
-            stages = [('stage1', steps, learning_rate, c.dropout),
-                      ('stage2', second, c.stage2_learning_rate, c.stage2_dropout)]
-        elif c.train_on == 'coconut':
-            edges = [steps * j // c.coconut_stages for j in range(c.coconut_stages + 1)]
-            stages = [(f'stage{j}', edges[j] - edges[j - 1], learning_rate, c.dropout) for j in range(1, len(edges))]
-        else:
-            stages = [(c.train_on, steps, learning_rate, c.dropout)]
-        self.stage_list = stages
-        return stages
-
-    def row(self, question, steps, answer, step, validating=False):
-        """The row of an encoded record at a step of the run. For validation the last read-out alone counts, and
-        Coconut has all its thoughts: the loss is that of the answer in every stage, with cot of the steps too."""
-        c, stage = self.config, 0
-        while stage + 1 < len(self.stage_list) and step >= self.stage_list[stage][1]:
-            step -= self.stage_list[stage][1]
-            stage += 1
-        if c.train_on == 'coconut' and validating:
-            stage = c.coconut_stages - 1
-        if c.train_on in ('sft', 'cot', 'coconut'):
-            n_mem, replaced = None, len(steps) if c.train_on == 'sft' else 0
-            if c.train_on == 'coconut':
-                n_mem = (stage + 1) * c.thoughts_per_stage
-                replaced = stage + 1 if stage + 1 < c.coconut_stages else len(steps)
-            readouts, weights = [sum((s + self.newline for s in steps[replaced:]), []) + answer], [1.0]
-        elif c.train_on == 'rim' and stage == 0:
-            n_mem, readouts = c.n_mem, steps[1:] + [answer]
-            weights = stage1_weights(len(steps), step / max(1, self.stage_list[0][1]), c.anneal)
-        else:
-            n_mem, readouts, weights = c.n_mem, [answer] * c.n_blocks, stage2_weights(c.n_blocks)
-        if validating:
-            weights = [0.0] * (len(readouts) - 1) + [1.0]
-        special = self.special.values()
-        return build_row(question, readouts, weights, n_mem, special, float(c.train_question and not validating))
-
-    def batch(self, rows):
-        """Rows as (idx, targets, weights, positions), each (B,S), and readout (B,S) where there are blocks."""
-        questions = [row.kind.count(QUESTION) for row in rows]
-        # coconut's thoughts must stand in the same columns, hence padding on the left as well
-        lead = [max(questions) - n if self.config.train_on == 'coconut' else 0 for n in questions]
-        tokens, targets, weights, positions = (
-            records.pad_rows([getattr(row, name) for row in rows], lead, fill)
-            for name, fill in [('tokens', 0), ('targets', -1), ('weights', 0.0), ('positions', 0)])
-        targets = targets.masked_fill(weights == 0, -1)
-        if self.config.train_on in ('sft', 'cot'):
-            return tokens, targets, weights, positions
-        return tokens, targets, weights, positions, records.pad_rows([read_by(row) for row in rows], lead, -1)
-
-    def visible(self, row):
-        """Whom each token of a row sees: lists of bools."""
-        return memory_mask(torch.tensor([read_by(row)]))[0, 0].tolist()
+    def val_row(self, stage, encoded):
+        return super().val_row(self.names[-1], encoded)  # all thoughts and the answer, in every stage

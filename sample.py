@@ -4,6 +4,7 @@
 answers the question in --prompt; --show=True then prints what is read after each memory block, with its probability.
 A training config in place of --out_dir, as in python sample.py config/tb_small.py, tells where its run is.
 """
+import inspect
 import math
 import os
 import sys
@@ -15,7 +16,8 @@ import train
 from config import UserError
 from config.checkpoint import load_checkpoint
 from config.machine import choose_device
-from data import Tokenizer
+from data import Tokenizer, UNIT, read_text
+from data.records import blocks_text, encode_question
 from train import METHODS, build_model
 
 out_dir = 'out/tb_small'  # the run whose checkpoint is read
@@ -37,6 +39,8 @@ n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 show = False  # colour tokens by the streams or slots that the model spent on them
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 
+# settings of every model; the others are those of its generate
+GENERAL = {'out_dir', 'checkpoint', 'prompt', 'prompt_file', 'num_samples', 'stop', 'seed', 'show', 'device'}
 # 256-colour backgrounds from least to most effort, each with a readable foreground
 COLOURS = [(255, 16), (194, 16), (228, 16), (214, 16), (203, 16), (125, 231), (55, 231)]
 
@@ -72,8 +76,8 @@ def open_model(path, device):
     path = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
     saved = load_checkpoint(path)
     model = build_model(saved, path).to(choose_device(device)[0]).eval()
-    best, unit = saved['best_val_loss'], METHODS[saved['method']][2].unit
-    loss = f'best validation loss {best:.4f} {unit}' if math.isfinite(best) else 'not evaluated yet'
+    best = saved['best_val_loss']
+    loss = f'best validation loss {best:.4f} {UNIT[saved["meta"]["kind"]]}' if math.isfinite(best) else 'not evaluated yet'
     print(f'{path}: {saved["method"]}, step {saved["step"]}, {loss}', file=sys.stderr)
     return path, saved, model
 
@@ -85,47 +89,44 @@ def main(argv):
     config.check_range(settings, 'seed', 0, 2 ** 63)
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
     tokenizer = Tokenizer(saved['meta']['tokenizer'])  # travels inside the checkpoint: no data set is needed
-    asks = saved['meta']['kind'] == 'records'
+    asked = saved['meta']['kind'] == 'records'  # a model that was trained to answer
+    generate = model.answers if asked else model.generate
 
+    # what is sampled, and how
     text = prompt
-    if 'prompt' not in given:
-        text = str(saved['meta'].get('example', '')) if asks else tokenizer.start_text()
     if prompt_file:
-        try:
-            with open(prompt_file, encoding='utf-8-sig') as f:
-                text = f.read()
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f'prompt_file = {prompt_file!r} cannot be read: {e}') from e
-    for name in set().union(*(model_class.sampling for _, model_class, _ in METHODS.values())) - set(model.sampling):
-        if name in given:
-            raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model and has no such setting')
-    sampling = {name: settings[name] for name in model.sampling}
-    if asks:  # a model that was trained to answer
-        if 'stop' in given:
-            raise UserError(f'stop = {stop!r}: a model trained on records ends its answer itself')
+        text = read_text(prompt_file)
+    elif 'prompt' not in given:
+        text = str(saved['meta'].get('example', '')) if asked else tokenizer.start_text()
+    known = settings.keys() & inspect.signature(generate).parameters.keys()
+    for name in given.keys() - known - GENERAL:
+        raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model and has no such setting')
+    sampling = {name: settings[name] for name in known}
+    torch.manual_seed(seed)
+    if asked:
         if not text.strip():
             raise UserError('prompt is empty: ask a question, such as --prompt="..."')
-        if not {'prompt', 'prompt_file'} & set(given):
+        if not {'prompt', 'prompt_file'} & given.keys():
             print(f'prompt: {text}', file=sys.stderr)
-        torch.manual_seed(seed)
-        if not {'temperature', 'top_k', 'top_p'} & set(given):
+        if not {'temperature', 'top_k', 'top_p'} & given.keys():
             sampling['temperature'] = 0.0  # without another wish, the likeliest answer
+        question = encode_question(tokenizer, text.strip())
         for _ in range(num_samples):
-            print(model.ask(tokenizer, text.strip(), show=show, max_new_tokens=max_new_tokens, **sampling))
+            read = generate([question], every_block=show, **sampling)
+            print(blocks_text(read, tokenizer) if show else tokenizer.decode(read[-1][0][0][0]).strip())
         return
     ids = tokenizer.encode(text)
     stop_ids = tokenizer.encode(stop)
     if len(stop_ids) > 1:
         raise UserError(f'stop = {stop!r} is {len(stop_ids)} tokens: give the text of a single token')
-    sampling['n_text'] = tokenizer.n_text
-    sampling['stop_token'] = stop_ids[0] if stop_ids else None
-    prompts, new = [ids] * num_samples, [[] for _ in range(num_samples)]
-    if show and not model.effort_unit:
+    if show and not model.spent([], []):
         raise UserError('show = True: this model spends the same on every token, there is nothing to show')
-    live = num_samples == 1 and not show  # a single text is written out while it is made
+
+    # a single text is written out while it is made
+    live = num_samples == 1 and not show
     written = ''
-    torch.manual_seed(seed)
-    for step in model.stream(prompts, max_new_tokens, **sampling):
+    new = [[] for _ in range(num_samples)]
+    for step in generate([ids] * num_samples, n_text=tokenizer.n_text, stop_token=stop_ids[0] if stop_ids else None, **sampling):
         for row, token in zip(new, step):
             if token is not None:
                 row.append(token)
@@ -137,12 +138,14 @@ def main(argv):
     if live:
         print(so_far[len(written):])
         return
-    effort = model.effort(prompts, new) if show else None
     for i, row in enumerate(new):
         if num_samples > 1:
             print(f'--- {i + 1} of {num_samples} ---')
-        print(coloured(tokenizer, ids + row, effort[i], model.effort_unit, sys.stdout.isatty()) if show
-              else text + tokenizer.decode(row))
+        if show:
+            unit, effort = model.spent([ids] * num_samples, new)
+            print(coloured(tokenizer, ids + row, effort[i], unit, config.is_terminal(sys.stdout)))
+        else:
+            print(text + tokenizer.decode(row))
 
 
 if __name__ == '__main__':

@@ -1,5 +1,14 @@
 """Thoughtbubbles (arXiv 2510.00219): between layers the model forks or drops residual streams, within a budget.
 
+    tokens          h         e         y          kappa = 2: at most 6 streams for 3 tokens
+    block 0         h         e         y          one stream per token: so far a plain GPT
+    fork         h' h      e' e      y' y          every stream may put a copy on its left
+    block 1      h' h      e' e      y' y          its score p dims what a stream says and what it learns
+    fork            h   e' e' e      y' y          the 6 best go on, a token's original always does
+    block 2, 3      h   e' e' e      y' y
+    merge           h   +--+--+      +--+          a token's streams, weighted by p, predict its successor
+    position        0   1/3 2/3 1   1 1/2 2
+
 The state between blocks is x (B,S,C), log_p (B,S) the log of each stream's cumulative score, and src (B,S) the index
 of the token it belongs to. src never decreases along a row, and a token's original is its right-most stream.
 """
@@ -10,8 +19,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from config import UserError, check_range
-from model import GPT, GPTConfig, mean_nll
+from config import UserError, check_choice, check_range
+from model import GPT, GPTConfig, mean_nll, text_start
 
 MIN_LOG_SCORE = -20.0  # no single fork or keep score falls below exp(-20): no live stream ever looks like padding
 PAD = -1e4  # log_p of a stream that is padding: exp(PAD) is 0, hence nobody attends to it and nothing updates it
@@ -27,21 +36,33 @@ class ThoughtbubblesConfig(GPTConfig):
     copies: int = 1  # baseline copy-N: repeat every input token; the paper's has fork_layers=() merge=rightmost
     keep_bias: float = 0.0  # added to the keep logit; not in the paper, above 0 originals start nearly unattenuated
 
+    shape = (*GPTConfig.shape, 'fork_layers', 'copies', 'keep_bias')
+
     def __post_init__(self):
         super().__post_init__()
         for layer in self.fork_layers:
             if type(layer) is not int or not 0 <= layer < self.n_layer:
-                raise UserError(f'fork_layers = {self.fork_layers}: {layer} is no block of n_layer = {self.n_layer}; '
+                raise UserError(f'fork_layers = {self.fork_layers}: {layer} is not a block of n_layer = {self.n_layer}; '
                                 f'give whole numbers from 0 to {self.n_layer - 1}')
         if len(set(self.fork_layers)) < len(self.fork_layers):
             raise UserError(f'fork_layers = {self.fork_layers}: each layer may be named once')
         if not 1 <= self.kappa <= 1e6:
-            raise UserError(f'kappa = {self.kappa}: must be at least 1, since every token keeps its original, and at most 1e6')
+            raise UserError(f'kappa = {self.kappa}: must be at least 1, since every token keeps its original, and at most '
+                            '1e6')
         if not math.isfinite(self.keep_bias):
             raise UserError(f'keep_bias = {self.keep_bias}: must be a number')
-        if self.merge not in ('probs', 'residual', 'rightmost'):
-            raise UserError(f'merge = {self.merge!r}: choose probs, residual or rightmost')
+        check_choice(vars(self), 'merge', 'probs residual rightmost')
         check_range(vars(self), 'copies')
+
+
+def alive(log_p):
+    """Which streams are not padding."""
+    return log_p > PAD / 2
+
+
+def is_original(src):
+    """Which streams are the right-most ones of their token."""
+    return F.pad(src[:, 1:] != src[:, :-1], (0, 1), value=True)
 
 
 def select(log_p, src, scores, limit, random=False):
@@ -53,10 +74,10 @@ def select(log_p, src, scores, limit, random=False):
     a = F.logsigmoid(scores).clamp(min=MIN_LOG_SCORE)
     candidates = (log_p[..., None] + a).flatten(1)  # (B,2S): each copy to the left of its parent
     rank = torch.rand_like(candidates) if random else candidates.detach()
-    rank = rank.masked_fill((log_p < PAD / 2).repeat_interleave(2, dim=1), -math.inf)
+    rank = rank.masked_fill(~alive(log_p).repeat_interleave(2, dim=1), -math.inf)
     # the right-most candidate of each token always goes on; only its rank is forced, its score stays the learned one
-    is_last = F.pad(src[:, 1:] != src[:, :-1], (0, 1), value=True)
-    forced = torch.stack((torch.zeros_like(is_last), is_last), dim=-1).flatten(1)
+    original = is_original(src)
+    forced = torch.stack((torch.zeros_like(original), original), dim=-1).flatten(1)
     rank = rank.masked_fill(forced, math.inf)
     # a stable sort, not topk: at an exact tie, as of equal tokens before the first block, the earlier stream wins.
     # After a block equal tokens differ by rounding, which depends on device and batch
@@ -71,10 +92,10 @@ def select(log_p, src, scores, limit, random=False):
 
 def stream_positions(log_p, src, T):
     """Positions (B,S): the n live streams of token i sit at i-1+1/n, ..., i, evenly spaced, the original on i."""
-    alive = (log_p > PAD / 2).long()
-    n = torch.zeros(src.size(0), T, dtype=torch.long, device=src.device).scatter_add(1, src, alive)  # (B,T)
+    live = alive(log_p).long()
+    n = torch.zeros(src.size(0), T, dtype=torch.long, device=src.device).scatter_add(1, src, live)  # (B,T)
     before = (n.cumsum(1) - n).gather(1, src)  # live streams of earlier tokens
-    return src - 1 + (alive.cumsum(1) - before).to(log_p.dtype) / n.gather(1, src).clamp(min=1)
+    return src - 1 + (live.cumsum(1) - before).to(log_p.dtype) / n.gather(1, src).clamp(min=1)
 
 
 def token_logsumexp(values, src, T):
@@ -120,7 +141,6 @@ class Thoughtbubbles(GPT):
         # created after the core, so that the core starts from the same weights as a plain GPT of the same seed
         self.forks = nn.ModuleDict({str(layer): Fork(config) for layer in sorted(config.fork_layers)})
         self.plain = not self.forks and config.copies == 1  # one stream per token: the plain GPT
-        self.effort_unit = None if self.plain else 'streams'
 
     def budget(self, tokens):
         return math.ceil(round(self.config.kappa * tokens, 6))  # rounded first: 1.1 * 10 is not 11 in floating point
@@ -131,92 +151,89 @@ class Thoughtbubbles(GPT):
         Raises UserError when the row does not fit into block_size.
         """
         B, T = idx.shape
-        if T > self.config.block_size:
-            raise UserError(f'a row of {T} tokens is longer than block_size = {self.config.block_size}')
+        self.check_length(T)
         src = torch.arange(T, device=idx.device).repeat_interleave(self.config.copies).expand(B, -1)  # (B,S)
-        log_p = torch.zeros(src.shape, device=idx.device, dtype=torch.promote_types(self.wte.weight.dtype, torch.float32))
-        offset = 0  # padding before the first token, so that positions start at 0 with the text
+        dtype = torch.promote_types(self.wte.weight.dtype, torch.float32)
+        log_p = torch.zeros(src.shape, device=idx.device, dtype=dtype)
+        offset = 0  # so that positions start at 0 with the text
         if pad is not None:
             log_p = log_p.masked_fill(pad.gather(1, src), PAD)
             budgets = torch.tensor([self.budget(n) for n in (~pad).sum(1).tolist()], device=idx.device)
-            offset = pad.long().cumprod(dim=1).sum(dim=1, keepdim=True)
+            offset = text_start(pad)
         x = self.embed(idx.gather(1, src), (src - offset).clamp(min=0))
         rope = self.rope(stream_positions(log_p, src, T) - offset)
         scored = pad is not None  # until the first fork every p is 1 and the block is the plain one
-        for i, block in enumerate(self.blocks):
+        for i, layer in enumerate(self.layers):
             if str(i) in self.forks:
                 if pad is None:
                     limit = min(self.budget(T), 2 * src.size(1))
                 else:  # padding is carried along beside the budget
-                    limit = torch.minimum(budgets, 2 * (log_p > PAD / 2).sum(1)) + pad.sum(1)
+                    limit = torch.minimum(budgets, 2 * alive(log_p).sum(1)) + pad.sum(1)
                 x, log_p, src = self.forks[str(i)](x, log_p, src, limit)
                 rope = self.rope(stream_positions(log_p, src, T) - offset)
                 scored = True
             if not scored:
-                x = block(x, rope)
+                x = layer(x, rope)
                 continue
             key_score = log_p
             if not self.config.attenuate_attention:  # attention then only tells streams from padding
-                key_score = None if pad is None else (log_p < PAD / 2) * PAD
-            x = block(x, rope, log_p=key_score, gate=log_p.exp()[..., None])
+                key_score = None if pad is None else ~alive(log_p) * PAD
+            x = layer(x, rope, log_p=key_score, gate=log_p.exp()[..., None])
         return x, log_p, src
 
-    def merge(self, x, log_p, src, T):
-        """Streams x (B,S,C) -> one prediction per token (B,T,V): log-probabilities for merge='probs', else logits."""
-        if self.config.merge == 'probs':
-            log_w = token_weights(log_p, src, T)
-            return token_logsumexp(self.logits(x).log_softmax(dim=-1) + log_w[..., None], src, T)
-        if self.config.merge == 'residual':
-            x = x * log_p.exp()[..., None]
-        else:  # rightmost: the original alone
-            x = x * F.pad(src[:, 1:] != src[:, :-1], (0, 1), value=True)[..., None]
-        token_x = torch.zeros(x.size(0), T, x.size(2), dtype=x.dtype, device=x.device)
-        return self.logits(token_x.scatter_add(1, src[..., None].expand_as(x), x))
+    def trunk(self, idx, pad=None, **plain):
+        """As GPT.trunk, for merge='residual' or 'rightmost': a token's streams as one vector."""
+        if self.plain:
+            return super().trunk(idx, pad=pad, **plain)
+        x, log_p, src = self.streams(idx, pad, **plain)
+        weight = log_p.exp() if self.config.merge == 'residual' else is_original(src)
+        x = x * weight[..., None]
+        merged = torch.zeros(*idx.shape, x.size(2), dtype=x.dtype, device=x.device)
+        return merged.scatter_add(1, src[..., None].expand_as(x), x)
+
+    def merge_probs(self, x, log_p, src, T):
+        """merge='probs': streams x (B,S,C) -> log-probabilities (B,T,V), a token's streams averaged with weights p."""
+        log_w = token_weights(log_p, src, T)
+        return token_logsumexp(self.logits(x).log_softmax(dim=-1) + log_w[..., None], src, T)
 
     def forward(self, idx, targets=None, pad=None):
-        """idx (B,T), targets (B,T) with -1 = ignore -> (predictions (B,T,V), None) or (None, mean loss in nats).
-
-        With targets and merge='probs' only the target's probability is averaged, not all V of them.
-        """
-        if self.plain:
+        """As GPT.forward. With targets and merge='probs' only the target's probability is averaged, not all V of them."""
+        if self.plain or self.config.merge != 'probs':
             return super().forward(idx, targets, pad)
         x, log_p, src = self.streams(idx, pad)
         T = idx.size(1)
         if targets is None:
-            return self.merge(x, log_p, src, T), None
-        if self.config.merge != 'probs':
-            return None, mean_nll(self.merge(x, log_p, src, T), targets)
-        nll = F.cross_entropy(self.logits(x).flatten(0, 1), targets.gather(1, src).flatten(), ignore_index=-1,
-                              reduction='none').view_as(src)  # (B,S)
-        token_nll = -token_logsumexp(token_weights(log_p, src, T) - nll, src, T)  # (B,T)
-        counted = targets != -1
-        return None, (token_nll * counted).sum() / counted.sum().clamp(min=1)
+            return self.merge_probs(x, log_p, src, T), None
+        nll = self.nll(x, targets.gather(1, src))  # (B,S)
+        return None, mean_nll(-token_logsumexp(token_weights(log_p, src, T) - nll, src, T), targets)
 
     # --- generation: which copies survive depends on the whole text, so it is reread at every step ---
-
-    def new_cache(self):
-        return super().new_cache() if self.plain else None
 
     def next_logits(self, idx, pad, cache):
         """Predictions (B,V) for the token after the last one, under the budget of the text's present length."""
         if self.plain:
             return super().next_logits(idx, pad, cache)
+        if self.config.merge != 'probs':
+            return self.logits(self.trunk(idx, pad)[:, -1])
         x, log_p, src = self.streams(idx, pad)
+        # only the last token's streams are decoded: at most n, at the row's end. They become those of a token 0
         last = src == idx.size(1) - 1
-        n = int(last.sum(1).max())  # only the last token's streams are decoded: at most n, at the row's end
-        x, log_p = x[:, -n:], log_p[:, -n:].masked_fill(~last[:, -n:], PAD)
-        return self.merge(x, log_p, torch.zeros_like(src[:, -n:]), 1)[:, 0]
+        n = int(last.sum(1).max())
+        log_p = log_p[:, -n:].masked_fill(~last[:, -n:], PAD)
+        return self.merge_probs(x[:, -n:], log_p, torch.zeros_like(src[:, -n:]), 1)[:, 0]
 
     @torch.no_grad()
-    def effort(self, prompts, new):
+    def spent(self, prompts, new):
         """How many streams each token of prompts + new holds after the last block, in one pass over the last block_size
-        tokens of the finished text; the ones before are None. Lists of ints, one per row."""
+        tokens of the finished text; the ones before are None."""
+        if self.plain:
+            return None
         held = []
         for text in map(lambda p, n: list(p) + list(n), prompts, new):
             idx = torch.tensor([text[-self.config.block_size:]], device=self.wte.weight.device)
             streams = self.streams(idx)[2][0].bincount(minlength=idx.size(1)).tolist()
             held.append([None] * (len(text) - len(streams)) + streams)
-        return held
+        return 'streams', held
 
     # --- cost ---
 

@@ -10,7 +10,6 @@ them with those of the models.
 """
 import math
 import os
-import shlex
 
 import torch
 import torch.distributed as dist
@@ -19,15 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 import config
 import data
 from config import UserError
-from config.checkpoint import first_line, load_weights
+from config.checkpoint import first_line, load_checkpoint, load_weights
+from config.machine import choose_device
 from config.run import Run
 from cyb import CYB, CYBConfig
-from model import GPT, GPTConfig
-from rim import RiM, RiMBatches, RiMConfig
+from data.text import TextBatches
+from model import GPT, GPTConfig, eval_mode
+from rim import Coconut, CoconutBatches, CoconutConfig, RiM, RiMBatches, RiMConfig
 from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 
 # what and where
-method = 'gpt'  # a method of the registry below: gpt, thoughtbubbles, cyb or rim
+method = 'gpt'  # gpt | thoughtbubbles | cyb | rim | coconut
 dataset = 'shakespeare_char'  # a folder under data/, or the path of a text (my.txt) or of a prepared folder
 out_dir = 'out/run'  # checkpoints and log.jsonl
 init_from = 'scratch'  # scratch | resume | auto (resume if there is something to resume) | a checkpoint to start from
@@ -60,10 +61,11 @@ shard_optimizer = False  # share AdamW's state out over the processes (ZeRO stag
 
 # the only list of the methods: name -> (config class, model class, source of its batches)
 METHODS = {
-    'gpt': (GPTConfig, GPT, data.TextBatches),
-    'thoughtbubbles': (ThoughtbubblesConfig, Thoughtbubbles, data.TextBatches),
-    'cyb': (CYBConfig, CYB, data.TextBatches),
+    'gpt': (GPTConfig, GPT, TextBatches),
+    'thoughtbubbles': (ThoughtbubblesConfig, Thoughtbubbles, TextBatches),
+    'cyb': (CYBConfig, CYB, TextBatches),
     'rim': (RiMConfig, RiM, RiMBatches),
+    'coconut': (CoconutConfig, Coconut, CoconutBatches),
 }
 
 
@@ -81,28 +83,28 @@ def build_model(checkpoint, path='checkpoint'):
     return model
 
 
-def learning_rate_at(step, steps, peak):
-    """Step `step` of a stage of `steps`: linear warm-up to `peak`, then a cosine down to min_lr. A stage with another
-    peak than learning_rate keeps min_lr's proportion to it."""
-    if step < warmup_iters:
-        return peak * (step + 1) / warmup_iters
-    progress = (step - warmup_iters) / max(1, steps - warmup_iters)
-    lowest = min_lr * peak / (learning_rate or 1.0)
-    return lowest + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (peak - lowest)
+def learning_rate_at(stage, it):
+    """Linear warm-up to the stage's peak, then a cosine down to min_lr. A stage with another peak than learning_rate keeps
+    min_lr's proportion to it."""
+    it -= stage.first
+    if it < warmup_iters:
+        return stage.peak_lr * (it + 1) / warmup_iters
+    progress = (it - warmup_iters) / max(1, stage.iters - warmup_iters)
+    lowest = min_lr * stage.peak_lr / (learning_rate or 1.0)
+    return lowest + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (stage.peak_lr - lowest)
 
 
-def stage_at(stages, step):
-    """(name, first step, steps, peak learning rate, dropout) of the stage that `step` belongs to; the run's end belongs
-    to the last stage."""
-    stages = [stage for stage in stages if stage[1]] or stages[:1]  # one without steps never begins
-    first = 0
-    for name, steps, peak, p in stages:
-        if step < first + steps:
-            break
-        first += steps
-    else:
-        first -= steps
-    return name, first, steps, peak, p
+def load(path, device='cpu'):
+    """(model in eval mode, tokenizer) of a run's folder or a checkpoint's path. Raises UserError."""
+    path = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
+    checkpoint = load_checkpoint(path)
+    return build_model(checkpoint, path).to(device).eval(), data.Tokenizer(checkpoint['meta']['tokenizer'])
+
+
+def stage_at(stages, it):
+    """The stage of an iteration; the run's end belongs to the last one. A stage without iterations never begins."""
+    begun = [stage for stage in stages if stage.first <= it and stage.iters]
+    return begun[-1] if begun else stages[0]
 
 
 def make_optimizer(model, shard):
@@ -116,25 +118,22 @@ def make_optimizer(model, shard):
 
 
 @torch.no_grad()
-def evaluate(model, batches, it, run):
+def evaluate(model, batches, stage, run):
     """Mean loss over the fixed validation rows, shared out over the processes; None if a signal came meanwhile."""
-    model.eval()
-    total = torch.zeros(1, dtype=torch.float64)
-    for start in range(0, batches.n_val, run.world * batch_size):
-        if run.stop_agreed():
-            return None
-        first = start + run.rank * batch_size
-        rows = list(range(first, min(first + batch_size, batches.n_val)))
-        if rows:
-            torch.manual_seed(first)  # a model that draws at random draws the same at every evaluation
-            with run.autocast():
-                loss = model(*(t.to(run.device) for t in batches.val_batch(rows, it)))[1]
-            total += loss.item() * len(rows)
-    model.train()
-    if run.ddp:
-        total = total.to(run.device if run.device_type == 'cuda' else 'cpu')
-        dist.all_reduce(total)
-    return total.item() / batches.n_val
+    total = torch.zeros(2, dtype=torch.float64)  # sum of the rows' losses, rows
+    with eval_mode(model):
+        for start in range(0, eval_rows, run.world * batch_size):
+            if run.stop_agreed():
+                return None
+            first = start + run.rank * batch_size
+            batch = batches.val_batch(stage, list(range(first, min(first + batch_size, eval_rows))))
+            if batch:
+                torch.manual_seed(first)  # a model that draws at random draws the same at every evaluation
+                with run.autocast():
+                    loss = model(*(t.to(run.device) for t in batch))[1]
+                total += torch.tensor([loss.item() * len(batch[0]), len(batch[0])], dtype=torch.float64)
+    total = run.sum(total)
+    return (total[0] / total[1]).item()
 
 
 def main(argv):
@@ -150,24 +149,24 @@ def main(argv):
     model_config = run.model_config(config_class, meta)
     batches = batch_class(dataset, meta, model_config, seed, eval_rows, batch_size * grad_accum)
     run.wait()  # the main process has looked through the whole data set
-    stages = batches.stages(max_iters, learning_rate)
-    total_iters = sum(steps for _, steps, _, _ in stages)
+    stages = model_config.stages(max_iters, learning_rate, batches.epoch_iters)
+    total_iters = stages[-1].first + stages[-1].iters
     torch.manual_seed(seed)
     raw_model = model_class(model_config)
     it, best_val_loss = run.load_into(raw_model)
+    stage = stage_at(stages, it)
     if show_batch or (run.finished and it >= total_iters):
-        run.say(batches.table(it) if show_batch else
+        run.say(batches.table(stage, it) if show_batch else
                 f'{out_dir}: this run has finished its {total_iters} steps; --max_iters=... with a larger number goes on with it')
         run.close()
         return
 
     # --- with what ---
     raw_model.to(run.device)
-    stage_name, stage_start, stage_steps, peak_lr, p = stage_at(stages, it)
-    raw_model.set_dropout(p)
+    raw_model.set_dropout(stage.dropout)
     optimizer = make_optimizer(raw_model, run.ddp and shard_optimizer)
     scaler = torch.amp.GradScaler(run.device_type, enabled=run.dtype == 'float16')
-    run.load_optimizer(optimizer, scaler, (stage_name, stage_start))
+    run.load_optimizer(optimizer, scaler, stage)
     model = torch.compile(raw_model) if run.compile else raw_model
     if run.ddp:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy of the gradients
@@ -175,7 +174,7 @@ def main(argv):
 
     def save(name, weights_only=False):
         """Write out_dir/name: the weights, and all else that a resume needs. Returns the seconds it took."""
-        state = dict(step=it, stage=[stage_name, stage_start], best_val_loss=best_val_loss, finished=finished)
+        state = dict(step=it, stage=[stage.name, stage.first], best_val_loss=best_val_loss, finished=finished)
         if not weights_only:
             if run.ddp and shard_optimizer:
                 optimizer.consolidate_state_dict(to=0)  # every process sends its share
@@ -183,9 +182,7 @@ def main(argv):
         return run.save(name, state)
 
     # --- the loop ---
-    run.begin(raw_model, batches, meta, it, total_iters, best_val_loss)
-    if len(stages) > 1:
-        run.say('stages: ' + ', '.join(f'{name} {steps} steps' for name, steps, _, _ in stages))
+    run.begin(raw_model, meta, it, stages, batches.epoch_iters, best_val_loss)
     model.train()
     while True:
         # once in a while: save, then evaluate on the same rows as always
@@ -193,29 +190,31 @@ def main(argv):
             if not all(p.isfinite().all() for p in raw_model.parameters()):
                 raise UserError(f'step {it}: a weight is not finite: training has diverged; {out_dir}/ckpt.pt is from before')
             save_s = save('ckpt.pt')  # before the evaluation, so that a crash in it loses nothing
-            val_loss = evaluate(raw_model, batches, it, run)
+            val_loss = evaluate(raw_model, batches, stage, run)
             if val_loss is None:
                 stop_wanted = True
                 break
             if not math.isfinite(val_loss):
                 raise UserError(f'step {it}: val loss {val_loss}: the model has diverged; {out_dir}/best.pt is the best before')
-            run.say(f'step {it}: val loss {val_loss:.4f} {batches.unit}')
+            run.say(f'step {it}: val loss {val_loss:.4f} {data.UNIT[meta["kind"]]}')
             run.log(iter=it, val_loss=val_loss, save_s=save_s)
             if val_loss < best_val_loss:
                 best_val_loss = val_loss
                 save('best.pt', weights_only=True)
-            run.restart_clock(it)
+            run.restart_clock()
         if it >= total_iters:
             break
 
         # one step
-        lr = learning_rate_at(it - stage_start, stage_steps, peak_lr)
+        lr = learning_rate_at(stage, it)
         for group in optimizer.param_groups:
             group['lr'] = lr
         step_loss = torch.zeros(1, device=run.device)
+        tokens = 0
         for micro in range(run.rank, grad_accum, run.world):
             rows = list(range(micro * batch_size, (micro + 1) * batch_size))
-            batch = [t.to(run.device) for t in batches.train_batch(it, rows)]
+            batch = [t.to(run.device) for t in batches.train_batch(stage, it, rows)]
+            tokens += batch[0].numel() * run.world
             # dropout depends on (seed, step, micro-batch) alone: the same on any number of processes, and after a resume
             torch.manual_seed(((seed * 1_000_003 + it) * 1_000_003 + micro) % 2 ** 63)
             if run.ddp:  # gradients are exchanged once per step; must be set before the forward pass
@@ -239,19 +238,19 @@ def main(argv):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         it += 1
-        run.bar.update()
+        run.count(tokens)
         if it % log_interval == 0 or it == total_iters:
             run.log_step(it, train_loss, lr, norm.item())
 
         # a stage ends: its checkpoint, a fresh optimizer, a fresh schedule
-        if it == stage_start + stage_steps and it < total_iters:
-            save(f'{stage_name}.pt', weights_only=True)
-            run.close_stage(stage_name)
+        if it == stage.first + stage.iters and it < total_iters:
+            save(f'{stage.name}.pt', weights_only=True)
+            run.close_stage(stage.name)
             best_val_loss = math.inf
-            stage_name, stage_start, stage_steps, peak_lr, p = stage_at(stages, it)
-            raw_model.set_dropout(p)
+            stage = stage_at(stages, it)
+            raw_model.set_dropout(stage.dropout)
             optimizer = make_optimizer(raw_model, run.ddp and shard_optimizer)
-            run.say(f'step {it}: {stage_name} begins, learning rate {peak_lr}')
+            run.say(f'step {it}: {stage.name} begins, learning rate {stage.peak_lr}')
         if stop_wanted and it < total_iters:
             save('ckpt.pt')
             break
@@ -262,14 +261,11 @@ def main(argv):
         save('ckpt.pt')  # once more, now that the best loss is known
         try:
             if run.is_main:
-                run.say(batches.report(raw_model))
+                torch.manual_seed(seed)
+                run.say(raw_model.report(batches))
         except Exception as e:  # the run has ended well all the same
             run.say(f'a report on the model could not be made ({type(e).__name__}: {first_line(e)})')
-        command = ['python', os.path.relpath(os.path.join(config.ROOT, 'sample.py')), f'--out_dir={out_dir}']
-        if batches.example:
-            command.append(f'--prompt={batches.example}')
-        run.say(f'{out_dir}/ckpt.pt is the last model, {out_dir}/best.pt the best (val loss {best_val_loss:.4f}); '
-                f'{shlex.join(command)} samples from it')
+        run.say_finished(best_val_loss)
     else:
         run.say(f'stopped by a signal after step {it}; go on with the same command and --init_from=resume')
     # DDP's reducer must not be the last to hold the group: it would wait for gloo's thread without letting go of

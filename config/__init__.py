@@ -32,6 +32,12 @@ def check_range(settings, names, low=1, below=math.inf):
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PATHS = {'out_dir', 'init_from', 'checkpoint', 'dataset', 'prompt_file', 'output'}  # settings that may name a file
 
+def check_choice(settings, name, choices):
+    """Raises UserError if settings[name] is not one of the choices (separated by spaces)."""
+    if settings[name] not in choices.split():
+        raise UserError(f'{name} = {settings[name]!r}: choose {", ".join(choices.split())}')
+
+
 # name = value  # comment, or name: type = value  # comment
 SETTING = re.compile(r'^ *([a-z]\w*|[A-Z])(?:: [^=]+?)? = (.+?) +# (.+)$', re.MULTILINE)
 TYPE_NAMES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',

@@ -7,7 +7,7 @@ import torch
 from config import UserError
 from config.files import whole_file
 
-VERSION = 1
+VERSION = 2
 
 
 def first_line(error):
@@ -73,18 +73,14 @@ def load_optimizer(optimizer, state, path):
         raise UserError(f'{path}: the optimizer does not fit the model ({first_line(e)})') from e
 
 
-def starting_shape(checkpoint, path, given, shared):
-    """Model settings of a run that starts from a checkpoint: its own, as far as they are among `shared` names.
-
-    Raises UserError for a given one that would misread the weights.
-    """
-    shape = {name: value for name, value in checkpoint['model_config'].items() if name in shared}
-    for name in ('n_layer', 'n_head', 'n_embd', 'bias', 'learned_positions', 'rope_base', 'tie_weights'):
-        if name not in shape:
-            raise UserError(f'{path} lacks the setting {name}: it is damaged or of an older version')
-        if name in given and given[name] != shape[name]:
-            raise UserError(f'{name} = {given[name]!r}: {path} has {shape[name]!r}; leave it out to start from that checkpoint')
-    return shape
+def starting_shape(checkpoint, path, given, names):
+    """Of the model settings of a checkpoint to start from the ones that its weights mean nothing without: those of `names`
+    that it has. Raises UserError for a given one that is another."""
+    saved = checkpoint['model_config']
+    for name in names:
+        if name in saved and given.get(name, saved[name]) != saved[name]:
+            raise UserError(f'{name} = {given[name]!r}: {path} has {saved[name]!r}; leave it out to start from that checkpoint')
+    return {name: saved[name] for name in names if name in saved}
 
 
 def check_same_tokenizer(old, new):

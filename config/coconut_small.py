@@ -1,8 +1,12 @@
-# Baseline Coconut: as rim_small, but each step is replaced by a hidden state that is fed back. Equally many training rows.
+# Baseline Coconut: the rows and the start of rim_small, but each step is replaced by a hidden state that is fed back.
 from config import rim_small
-from config.rim_small import *  # noqa: F403
+from config.cot_small import *
 
+del train_on
+method = 'coconut'
 out_dir = 'out/coconut_small'
-train_on = 'coconut'
+init_from = rim_small.init_from
+n_blocks = 6
+n_mem = 1
 max_iters = rim_small.max_iters + rim_small.stage2_iters
-coconut_stages = 6
+eval_interval = rim_small.eval_interval

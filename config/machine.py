@@ -4,7 +4,7 @@ import shutil
 
 import torch
 
-from config import UserError
+from config import UserError, check_choice
 
 # bfloat16 peak of one device in FLOP/s, for model FLOPs utilisation
 PEAK_FLOPS = {'A100': 312e12, 'H100': 989e12, 'H200': 989e12, 'B200': 2250e12, '4090': 165e12}
@@ -38,8 +38,7 @@ def set_threads(n):
 
 def choose_dtype(name, device):
     """(dtype name, reason). Raises UserError for a name or combination that does not exist."""
-    if name not in ('auto', 'float32', 'bfloat16', 'float16'):
-        raise UserError(f'dtype = {name!r}: choose auto, float32, bfloat16 or float16')
+    check_choice({'dtype': name}, 'dtype', 'auto float32 bfloat16 float16')
     bf16 = device.startswith('cuda') and torch.cuda.is_bf16_supported(including_emulation=False)
     if name == 'bfloat16' and device.startswith('cuda') and not bf16:
         raise UserError('dtype = bfloat16: this GPU has none; use float16 or float32')
@@ -54,8 +53,7 @@ def choose_dtype(name, device):
 
 def choose_compile(name, device):
     """(use torch.compile, reason). Raises UserError if it is wanted and cannot work."""
-    if name not in ('auto', 'on', 'off'):
-        raise UserError(f'compile = {name!r}: choose auto, on or off')
+    check_choice({'compile': name}, 'compile', 'auto on off')
     compiler = next(filter(shutil.which, [os.environ.get('CXX', 'c++'), 'g++', 'clang++', 'cl']), None)
     if name == 'on' and not compiler:
         raise UserError('compile = on needs a C++ compiler and none is installed; install one, or use --compile=off')
@@ -66,7 +64,7 @@ def choose_compile(name, device):
     if not device.startswith('cuda'):
         return False, f'it takes minutes to start and gains little on {device}'
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return False, 'Triton is not installed'
     return True, 'CUDA with Triton'
@@ -80,10 +78,10 @@ def check_memory(model, batch_size, device, dtype):
         have = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     else:
         return
-    need = model.activation_bytes(batch_size, 4 if dtype == 'float32' else 2)
+    # what the blocks keep for the backward pass: about 16 vectors (C) per position
+    need = batch_size * sum(model.row_lengths()[0]) * 16 * model.config.n_embd * (4 if dtype == 'float32' else 2)
     if need > have:
-        sizes = {'batch_size': batch_size, **{name: getattr(model.config, name) for name in model.config.row_settings}}
-        raise UserError(f'{", ".join(f"{name} = {n}" for name, n in sizes.items())}: a step needs about '
+        raise UserError(f'batch_size = {batch_size}, block_size = {model.config.block_size}: a step needs about '
                         f'{need / 1e9:.0f} GB or more, {device} has {have / 1e9:.0f} GB: lower one of them')
 
 

@@ -1,5 +1,5 @@
 # Reasoning in Memory on gsm_toy, from the small model that config/cot_small.py trains: run that first.
-from config.cot_small import *  # noqa: F403
+from config.cot_small import *
 
 out_dir = 'out/rim_small'
 init_from = 'out/cot_small/ckpt.pt'

@@ -3,6 +3,7 @@ checkpoints, the log, signals, and what is refused. train.py holds the rest."""
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -144,18 +145,19 @@ class Run:
         given = self.model_settings
         if self.settings['init_from'] not in ('scratch', 'auto'):  # the checkpoint to start from gives the core's shape
             self.start = load_checkpoint(self.start_path)
-            core = config_class.__mro__[-2]
-            shared = {f.name for f in fields(config_class if self.start['method'] == self.settings['method'] else core)}
-            shape = starting_shape(self.start, self.start_path, given, shared - set(config_class.of_the_run))
-            if self.start['method'] == 'gpt':
-                shape.update(config_class.from_gpt)
+            saved = self.start['model_config']
+            shape = starting_shape(self.start, self.start_path, given, config_class.shape)
+            shape['block_size'] = saved['block_size']
             # behind plain text the vocabulary may be padded; records want their special tokens as the last ones
-            shape['vocab_size'] = max(shape['vocab_size'] if meta['kind'] == 'text' else 0, meta['vocab_size'])
+            shape['vocab_size'] = max(saved['vocab_size'] if meta['kind'] == 'text' else 0, meta['vocab_size'])
             check_same_tokenizer(self.start['meta'], meta)
-            taken = [f'{f.name} = {shape[f.name]}' for f in fields(config_class)
-                     if shape.get(f.name, f.default) != f.default and f.name not in given]
-            self.say(f'settings that come with the start: {", ".join(taken) or "nothing"}')
             given = {**shape, **given}
+            own = {f.name: (given.get(f.name, f.default), f.default) for f in fields(config_class)}
+            taken = [f'{name} = {now}' for name, (now, default) in own.items() if name in shape and now != default]
+            other = [f'{name} = {now} (was {saved[name]})' for name, (now, _) in own.items()
+                     if name in saved and now != saved[name]]
+            self.say(f'settings that come with the start: {", ".join(taken) or "nothing"}; other than there: '
+                     f'{", ".join(other) or "nothing"}')
         model_config = config_class(**{**given, 'vocab_size': given.get('vocab_size') or meta['vocab_size']})
         if model_config.vocab_size < meta['vocab_size']:
             raise UserError(f'vocab_size = {model_config.vocab_size}: dataset {dataset!r} has {meta["vocab_size"]} tokens')
@@ -183,9 +185,9 @@ class Run:
         """Go on with the optimizer of the checkpoint, if the run is resumed in the stage that this belongs to."""
         if self.resume:
             name, first = self.start['stage']
-            if (name, first) != stage[:2]:
+            if (name, first) != (stage.name, stage.first):
                 raise UserError(f'max_iters = {self.settings["max_iters"]}: the run to resume is in {name} since step {first}, '
-                                f'and this would move it to {stage[0]} since step {stage[1]}')
+                                f'and this would move it to {stage.name} since step {stage.first}')
             load_optimizer(optimizer, self.start['optimizer'], self.start_path)
             if scaler.is_enabled() and self.start['scaler']:
                 scaler.load_state_dict(self.start['scaler'])
@@ -193,35 +195,38 @@ class Run:
 
     # --- while it runs ---
 
-    def begin(self, model, batches, meta, it, total_iters, best_val_loss):
+    def begin(self, model, meta, it, stages, epoch_iters, best_val_loss):
         """Say what begins; open the log, the progress bar and the ears for signals."""
         s = self.settings
-        self.meta, self.total_iters, self.model = meta, total_iters, model
+        self.meta = meta
+        self.model = model
+        self.total_iters = stages[-1].first + stages[-1].iters
         if self.ddp:
             states = [None] * self.world
-            dist.all_gather_object(states, (it, total_iters, meta))
+            dist.all_gather_object(states, (it, self.total_iters, meta))
             if any(state != states[0] for state in states):
                 raise UserError(f'the processes disagree about step or data (steps {[state[0] for state in states]}): out_dir '
                                 'and the data set must be folders that all nodes share')
-        self.tokens_per_step = round(s['batch_size'] * s['grad_accum'] * batches.row_tokens)
         self.peak = self.world * peak_flops(self.device)
         if self.resume:
             self.say(f'resuming {self.start_path} at step {it}, best validation loss so far {best_val_loss:.4f}'
                      + (f'; changed: {self.changes}' if self.changes else ''))
         self.say(f'{s["method"]}: {sum(p.numel() for p in model.parameters()):,} parameters, '
-                 f'{model.flops_per_token() / 1e6:.1f} MFLOPs per token; {s["dataset"]}: {self.tokens_per_step:,} tokens per '
-                 f'step, {batches.epoch_steps:.0f} steps an epoch')
+                 f'{model.flops_per_token() / 1e6:.1f} MFLOPs per token; {s["dataset"]}: {s["batch_size"] * s["grad_accum"]} '
+                 f'rows per step, {epoch_iters:.0f} steps an epoch')
+        if len(stages) > 1:
+            self.say('stages: ' + ', '.join(f'{stage.name} {stage.iters} steps' for stage in stages))
         if self.is_main:
             self.open_log(it)
         if s['wandb_project'] and self.is_main:
             import wandb
             wandb.init(project=s['wandb_project'], name=os.path.basename(self.out_dir), config={**s, **asdict(model.config)})
-        self.bar = tqdm(total=total_iters, initial=it, unit='step',
+        self.bar = tqdm(total=self.total_iters, initial=it, unit='step',
                         disable=not (self.is_main and config.is_terminal(sys.stderr)))
         if not self.bar.disable:
             self.say = tqdm.write
         self.handlers = {number: signal.signal(number, self.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        self.restart_clock(it)
+        self.restart_clock()
 
     def open_log(self, it):
         """log.jsonl without what came after the checkpoint, since that is run again."""
@@ -244,10 +249,14 @@ class Run:
 
     def stop_agreed(self):
         """Whether any process has received a signal. All of them ask together."""
-        flag = torch.tensor([float(bool(self.signals))], device=self.device if self.device_type == 'cuda' else 'cpu')
+        return self.sum(torch.tensor([float(bool(self.signals))])).item() > 0
+
+    def sum(self, tensor):
+        """A small tensor, summed over the processes."""
         if self.ddp:
-            dist.all_reduce(flag)
-        return flag.item() > 0
+            tensor = tensor.to(self.device if self.device_type == 'cuda' else 'cpu')
+            dist.all_reduce(tensor)
+        return tensor
 
     def log(self, **entry):
         """One line of log.jsonl, and of Weights & Biases where that is wanted."""
@@ -258,22 +267,30 @@ class Run:
             import wandb
             wandb.log(entry, step=entry['iter'])
 
-    def restart_clock(self, it):
-        self.clock, self.clock_it = time.perf_counter(), it
+    def restart_clock(self):
+        self.clock = time.perf_counter()
+        self.iters = 0
+        self.tokens = 0
+
+    def count(self, tokens):
+        """A step has been made, over so many tokens."""
+        self.iters += 1
+        self.tokens += tokens
+        self.bar.update()
 
     def log_step(self, it, train_loss, lr, grad_norm):
         """Log a step; in a terminal the bar shows it, elsewhere a line."""
         seconds = time.perf_counter() - self.clock
-        rate = self.tokens_per_step * (it - self.clock_it) / seconds
-        self.restart_clock(it)
+        rate = self.tokens / seconds
+        left = (self.total_iters - it) * seconds / self.iters / 60
+        self.restart_clock()
         entry = dict(iter=it, train_loss=train_loss, lr=lr, tokens_per_s=round(rate), grad_norm=grad_norm)
         if self.peak:
             entry['mfu'] = rate * self.model.flops_per_token() / self.peak
         self.log(**entry)
         self.bar.set_postfix(loss=f'{train_loss:.4f}', lr=f'{lr:.1e}', tokens_per_s=f'{rate:,.0f}')
         if self.bar.disable:
-            left = (self.total_iters - it) * self.tokens_per_step / rate
-            self.say(f'step {it}: loss {train_loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, {left / 60:.1f} min left', flush=True)
+            self.say(f'step {it}: loss {train_loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, {left:.1f} min left', flush=True)
 
     def save(self, name, state):
         """Write out_dir/name, whole or not at all; `state` adds to what every checkpoint has. Returns the seconds it took."""
@@ -297,6 +314,13 @@ class Run:
         best = os.path.join(self.out_dir, 'best.pt')
         if self.is_main and os.path.exists(best):
             os.replace(best, os.path.join(self.out_dir, f'{name}_best.pt'))
+
+    def say_finished(self, best_val_loss):
+        command = ['python', os.path.relpath(os.path.join(config.ROOT, 'sample.py')), f'--out_dir={self.out_dir}']
+        if self.meta.get('example'):  # a question, where the data have some
+            command.append(f'--prompt={self.meta["example"]}')
+        self.say(f'{self.out_dir}/ckpt.pt is the last model, {self.out_dir}/best.pt the best (val loss {best_val_loss:.4f}); '
+                 f'{shlex.join(command)} samples from it')
 
     def close(self):
         if self.handlers:

@@ -1,6 +1,6 @@
 # Baseline: as rim_small, but the answer follows the question at once. Equally many training rows.
 from config import rim_small
-from config.rim_small import *  # noqa: F403
+from config.rim_small import *
 
 out_dir = 'out/sft_small'
 train_on = 'sft'

@@ -1,5 +1,5 @@
 # Thoughtbubbles: as gpt_small, but the model may fork its residual streams before blocks 1 and 2.
-from config.gpt_small import *  # noqa: F403
+from config.gpt_small import *
 
 out_dir = 'out/tb_small'
 method = 'thoughtbubbles'

@@ -1,5 +1,5 @@
 # Baseline TBYS: the pauses of cyb_small, but the answer always comes in the last slot.
-from config.gpt_small import *  # noqa: F403
+from config.gpt_small import *
 
 out_dir = 'out/tbys_small'
 method = 'cyb'

@@ -1,9 +1,7 @@
-"""Data sets: a folder with meta.json (tokenizer, source, counts) and train.bin / val.bin, ids in uint16 or uint32.
+"""Data sets: a folder with meta.json (kind, tokenizer, source, counts) and its files.
 
-data/<name>/prepare.py makes them; of your own text --dataset=path/to/my.txt makes one of characters, in the folder
-path/to/my.txt.data. This module holds what the prepare scripts share, the tokenizers, and the batches.
-A batch is a pure function of (seed, step, row), so the same rows are drawn on any number of processes and a resumed
-run goes on as if it had not stopped.
+data/<name>/prepare.py makes one; of your own text --dataset=path/to/my.txt makes one of characters, in the folder
+path/to/my.txt.data. There are two kinds: text (text.py) and records (records.py). This file has what they share.
 """
 import hashlib
 import json
@@ -13,13 +11,11 @@ import sys
 import zlib
 from contextlib import suppress
 
-import numpy as np
-import torch
 
 from config import UserError
-from config.files import write_file
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
+UNIT = {'text': 'nats per token', 'records': 'nats per record'}  # of a loss; a record's is summed over its tokens
 ANEW = 'delete meta.json there and prepare the data set again'
 
 
@@ -87,7 +83,7 @@ class Tokenizer:
 
 # --- writing a data set ---
 
-def announce(folder, meta):
+def retire_meta(folder, meta):
     """Before a data set's files are written: make its folder, take away a meta.json that would not fit them."""
     path = os.path.join(folder, 'meta.json')
     try:
@@ -110,36 +106,13 @@ def read_text(path):
         raise UserError(f'{path} is not there or is not UTF-8 text ({e})') from e
 
 
+def is_main():
+    """Whether this is the first of torchrun's processes, or the only one."""
+    return os.environ.get('RANK', '0') == '0'
+
+
 def sha256(text):
     return hashlib.sha256(text.encode('utf-8')).hexdigest()
-
-
-def id_type(vocab_size):
-    """The type that token ids are stored as."""
-    return 'uint16' if vocab_size <= 2 ** 16 else 'uint32'
-
-
-def write_text_dataset(folder, text, tokenizer_spec, source, val_fraction=0.1):
-    """Encode text and write train.bin, val.bin and, last, meta.json: a folder with meta.json is complete."""
-    if not text:
-        raise UserError(f'{folder}: {source} is empty')
-    tokenizer = Tokenizer(tokenizer_spec)
-    n = int(len(text) * (1 - val_fraction))
-    splits = {'train': tokenizer.encode(text[:n]), 'val': tokenizer.encode(text[n:])}
-    crc32 = {'tokenizer': zlib.crc32(json.dumps(tokenizer_spec).encode())}
-    dtype = id_type(tokenizer.vocab_size)
-    contents = {split: np.array(ids, np.dtype(dtype).newbyteorder('<')).tobytes() for split, ids in splits.items()}
-    for split, content in contents.items():
-        crc32[split + '.bin'] = zlib.crc32(content)
-    meta = {'kind': 'text', 'tokenizer': tokenizer_spec, 'vocab_size': tokenizer.vocab_size, 'dtype': dtype,
-            'source': source, 'sha256': sha256(text), 'characters': len(text),
-            'train_tokens': len(splits['train']), 'val_tokens': len(splits['val']), 'crc32': crc32}
-    announce(folder, meta)
-    for split, content in contents.items():
-        write_file(os.path.join(folder, split + '.bin'), content)
-    write_file(os.path.join(folder, 'meta.json'), json.dumps(meta, indent=1))
-    print(f'{folder}: {meta["train_tokens"]:,} training and {meta["val_tokens"]:,} validation tokens, '
-          f'vocabulary {meta["vocab_size"]}, from {source}')
 
 
 # --- reading a data set ---
@@ -188,6 +161,7 @@ def ensure_prepared(name, given=True):
             f'run python {script} first' if name in names else f'add --dataset={name}' if own else
             'behind a path no prepare.py is run; run it yourself if you trust it, or give the path of a text'))
     if own:
+        from data.text import write_text_dataset  # which builds on this file
         text = read_text(source)
         write_text_dataset(folder, text, {'kind': 'char', 'chars': sorted(set(text))}, os.path.basename(source))
     else:
@@ -218,38 +192,6 @@ def read_meta(name):
     return meta
 
 
-def read_bin(path, meta, block_size):
-    """Token ids of train.bin or val.bin as a memory map. The whole file is checked here, once, at disk speed.
-
-    Raises UserError if the file is missing, of a length that does not fit, shorter than a block, has ids beyond
-    the vocabulary, or is not the file that meta.json was written for.
-    """
-    try:
-        size = os.path.getsize(path)
-    except OSError:
-        raise UserError(f'{path} is missing: {ANEW}') from None
-    vocab_size, dtype = meta['vocab_size'], meta.get('dtype', 'uint16')  # older data sets do not say
-    if dtype != id_type(vocab_size):
-        raise UserError(f'{path}: dtype = {dtype!r} in meta.json, but {vocab_size} tokens need '
-                        f'{id_type(vocab_size)}: {ANEW}')
-    dtype = np.dtype(dtype).newbyteorder('<')
-    if size % dtype.itemsize:
-        raise UserError(f'{path}: {size} bytes is not a whole number of {dtype.name} tokens: {ANEW}')
-    n = size // dtype.itemsize
-    if n < block_size + 1:
-        raise UserError(f'{path}: {n} tokens are fewer than block_size + 1 = {block_size + 1}: use a smaller '
-                        'block_size or more data')
-    tokens = np.memmap(path, dtype, mode='r')
-    if os.environ.get('RANK', '0') != '0':
-        return tokens  # of several processes the first one reads it all, and ends them all if something is wrong
-    if int(tokens.max()) >= vocab_size:
-        where = int((tokens >= vocab_size).argmax())
-        raise UserError(f'{path}: token {where} has id {tokens[where]}, beyond the vocabulary of {vocab_size}: '
-                        f'{ANEW}')
-    check_crc32(path, tokens, meta)
-    return tokens
-
-
 def check_crc32(path, content, meta):
     """Raises UserError if a file's content (bytes or array) is not what meta.json was written for. A meta.json made by
     hand need not have checksums."""
@@ -257,60 +199,3 @@ def check_crc32(path, content, meta):
     if crc32 is not None and zlib.crc32(content) != crc32:
         raise UserError(f'{path} is damaged or was changed (its checksum is not that in meta.json): {ANEW}, or '
                         'delete "crc32" from meta.json to use it as it is')
-
-
-class TextBatches:
-    """Rows of block_size tokens from a text. Training rows start anywhere; validation rows are spread evenly over
-    val.bin without overlap and are always the same, so that the curves of different methods compare."""
-
-    unit = 'nats per token'  # of the loss
-    example = ''  # a prompt for sample.py, which needs none here
-
-    def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step=1):
-        if meta['kind'] != 'text':
-            raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on plain text')
-        self.T, self.seed, self.dropout = config.block_size, seed, config.dropout
-        self.tokens = {split: read_bin(os.path.join(dataset_folder(dataset), split + '.bin'), meta, self.T)
-                       for split in ('train', 'val')}
-        spare = len(self.tokens['val']) - self.T - 1  # the last start at which a row and its targets fit
-        n = min(eval_rows, spare // self.T + 1)
-        self.val_starts = np.linspace(0, spare, n).astype(np.int64)
-        self.tokenizer = Tokenizer(meta['tokenizer'])
-        self.row_tokens = self.T
-        self.epoch_steps = len(self.tokens['train']) / (rows_per_step * self.T)
-
-    def stages(self, max_iters, learning_rate):
-        """The run's stages as (name, steps, peak learning rate, dropout): here one."""
-        return [('train', max_iters, learning_rate, self.dropout)]
-
-    def train_batch(self, step, rows):
-        """Rows (a list of row numbers within the step's batch) as (idx, targets), (rows,T) each."""
-        starts = np.random.default_rng((self.seed, step)).integers(len(self.tokens['train']) - self.T, size=max(rows) + 1)
-        return self._rows('train', starts[rows])
-
-    def val_batch(self, rows, step=0):
-        return self._rows('val', self.val_starts[rows])
-
-    @property
-    def n_val(self):
-        return len(self.val_starts)
-
-    def _rows(self, split, starts):
-        windows = torch.from_numpy(self.tokens[split][starts[:, None] + np.arange(self.T + 1)].astype(np.int64))
-        return windows[:, :-1], windows[:, 1:]
-
-    def table(self, step, n=2):
-        """The first n rows of a step's batch as text: token, position, label."""
-        lines = []
-        for row in zip(*(t.tolist() for t in self.train_batch(step, list(range(n))))):
-            lines.append(f'{"token":>10} {"position":>8} {"label":>10}')
-            lines += [f'{self.tokenizer.decode([a])!r:>10} {i:8} {self.tokenizer.decode([b])!r:>10}'
-                      for i, (a, b) in enumerate(zip(*row))]
-        return '\n'.join(lines)
-
-    def report(self, model):
-        """What a finished run prints: a sample of the model's text."""
-        torch.manual_seed(self.seed)
-        prompt = self.tokenizer.encode(self.tokenizer.start_text())
-        new = model.generate([prompt], 200, temperature=0.8, n_text=self.tokenizer.n_text)[0]
-        return 'a sample at temperature 0.8:\n' + self.tokenizer.decode(new)

@@ -5,9 +5,9 @@ train.jsonl, val.jsonl and test.jsonl hold one JSON object a line, {"question": 
 """
 import http.client
 import json
+import math
 import os
 import re
-import time
 import urllib.request
 import zlib
 from collections import Counter, namedtuple
@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 from config import UserError
 from config.files import write_file
-from data import Tokenizer, announce, check_crc32, dataset_folder, read_text
+from data import Tokenizer, check_crc32, dataset_folder, is_main, read_text, retire_meta
 
+Encoded = namedtuple('Encoded', 'question steps answer newline')  # token ids; steps: a list of them
 Record = namedtuple('Record', 'question steps answer where')  # where: file and line, for messages
 SPECIAL = ['<b>', '<m>', '</b>', '<end>']  # a memory block's begin, its memory tokens, its end; the end of a read-out
 SPLITS = ('train', 'val', 'test')
@@ -143,7 +144,7 @@ def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
         contents[split + '.jsonl'] = b''.join(lines)
         meta['crc32'][split + '.jsonl'] = zlib.crc32(contents[split + '.jsonl'])
         meta[split + '_rows'], meta[split + '_steps'] = len(rows), sum(len(row[1]) for row in rows)
-    announce(folder, meta)
+    retire_meta(folder, meta)
     for name, content in contents.items():
         write_file(os.path.join(folder, name), content)
     write_file(os.path.join(folder, 'meta.json'), json.dumps(meta, indent=1))
@@ -239,121 +240,109 @@ def pad_rows(rows, lead, fill):
     return torch.from_numpy(out)
 
 
-class RecordBatches:
-    """Batches of records, epoch by epoch, rows of similar length together: a pure function of (seed, step, row).
+def row_tensors(rows, lead):
+    """Rows with lists of tokens, targets, weights and positions, as idx (B,S), targets, weights and at (n,), positions
+    (B,S): at has the places b*S+s where something is learned. lead: columns of padding before each row."""
+    idx, targets, weights, positions = (
+        pad_rows([getattr(row, name) for row in rows], lead, fill)
+        for name, fill in [('tokens', 0), ('targets', -1), ('weights', 0.0), ('positions', 0)])
+    at = ((targets >= 0) & (weights > 0)).flatten().nonzero()[:, 0]
+    return idx, targets.flatten()[at], weights.flatten()[at], at, positions
 
-    A method says with `length`, `tokens`, `row` and `batch` how records become tensors. Raises UserError for a data set that
-    is plain text or whose tokenizer lacks the special tokens, and if no record fits into block_size.
+
+def table(rows, sees, tokenizer):
+    """Rows as text: token, position, kind, block, columns it sees, label, weight. sees: for each row S lists of S bools."""
+    def show(i):
+        text = tokenizer.decode([i])
+        return repr(text) if i < tokenizer.n_text else text
+    lines = []
+    for row, row_sees in zip(rows, sees):
+        lines.append('column    token position     kind block  sees                    label weight')
+        for i, (token, kind, block, position, target, weight, visible) in enumerate(zip(*row, row_sees)):
+            seen = [c for c, yes in enumerate(visible) if yes]
+            edges = [c for c in seen if c - 1 not in seen or c + 1 not in seen]  # ends of the ranges that are seen
+            ranges = ''.join(f'{c}' + ('-' if c + 1 in seen else ' ') for c in edges)
+            label = f'{show(target):>8} {weight:.3f}' if weight else ''
+            line = f'{i:6} {show(token):>8} {position:8} {kind:>8} {block:5}  {ranges:20} {label}'
+            lines.append(line.rstrip())
+    return '\n'.join(lines)
+
+
+# --- a data set in memory ---
+
+class RecordData:
+    """The records of train and val that fit, as they are and encoded; the others are counted.
+
+    longest: Encoded -> the positions that it takes. Raises UserError for a data set that is plain text or whose tokenizer
+    lacks the special tokens, and if no record is left.
     """
 
-    unit = 'nats per record'  # of the loss: summed over a row's tokens
-
-    def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
+    def __init__(self, dataset, meta, config, longest):
         if meta['kind'] != 'records':
             raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on records of '
                             'question, steps and answer, such as gsm_toy')
-        self.tokenizer, self.config = Tokenizer(meta['tokenizer']), config
-        self.seed, self.rows_per_step = seed, rows_per_step
+        self.tokenizer = Tokenizer(meta['tokenizer'])
         if list(self.tokenizer.special) != SPECIAL:
             raise UserError(f'dataset = {dataset!r}: its tokenizer lacks the special tokens {", ".join(SPECIAL)}: '
                             'run its prepare.py again')
         if config.vocab_size != self.tokenizer.vocab_size:
             raise UserError(f'vocab_size = {config.vocab_size}: the special tokens are the last of the vocabulary, so '
                             f'it must be that of {dataset!r}, {self.tokenizer.vocab_size}')
-        self.dataset, self.meta, self.special, self.newline = dataset, meta, self.tokenizer.special, self.tokenizer.encode('\n')
-        self.records, self.encoded, self.order = {}, {}, (None, None)
+        self.dataset, self.meta, self.config, self.longest = dataset, meta, config, longest
+        self.newline = self.tokenizer.encode('\n')
+        self.records = {}
+        self.encoded = {}
         for split in ('train', 'val'):
-            self.records[split], self.encoded[split] = self._read(dataset, split)
-        self.lengths = np.array([self.tokens(*encoded) for encoded in self.encoded['train']])
-        self.row_tokens, self.epoch_steps = self.lengths.mean(), -(-len(self.lengths) // rows_per_step)
-        self.n_val = min(eval_rows, len(self.encoded['val']))
-        self.example = self.records['val'][0].question
-        gold_answers(self.records['val'])  # an answer that cannot be compared is to be known now, not after the run
+            self.records[split], self.encoded[split] = self.read(split, self.config.max_steps)
 
-    def _read(self, dataset, split):
-        """Records that fit, and the same as (question, steps, answer) in token ids; the others are counted."""
-        kept, left_out, limits = [], Counter(), self.config
-        for record in read_records(os.path.join(dataset_folder(dataset), split + '.jsonl'), meta=self.meta):
+    def read(self, split, max_steps=math.inf, n=None):
+        """(records, the same encoded) of the first n of a split, those that fit. A test split's need no steps."""
+        kept, left_out = [], Counter()
+        path = os.path.join(dataset_folder(self.dataset), split + '.jsonl')
+        found = read_records(path, split != 'test', self.meta)[:n]
+        if split != 'train':
+            gold_answers(found)  # an answer that cannot be compared is to be known now, not after the run
+        for record in found:
             try:
-                encoded = (encode_question(self.tokenizer, record.question),
-                           [self.tokenizer.encode(step) for step in record.steps], self.tokenizer.encode(record.answer))
+                encoded = Encoded(encode_question(self.tokenizer, record.question),
+                                  [self.tokenizer.encode(step) for step in record.steps],
+                                  self.tokenizer.encode(record.answer), self.newline)
             except UserError as e:
                 raise UserError(f'{record.where}: {e}') from None
-            if len(record.steps) > limits.max_steps:
-                left_out[f'they have more steps than max_steps = {limits.max_steps}'] += 1
-            elif self.length(*encoded) > limits.block_size:
-                left_out[f'they do not fit into block_size = {limits.block_size}'] += 1
+            if len(record.steps) > max_steps:
+                left_out[f'they have more steps than max_steps = {max_steps}'] += 1
+            elif self.longest(encoded) > self.config.block_size:
+                left_out[f'they do not fit into block_size = {self.config.block_size}'] += 1
             else:
                 kept.append((record, encoded))
-        for why, n in left_out.items() if os.environ.get('RANK', '0') == '0' else []:  # of several processes the first
-            print(f'{dataset}: {n:,} of {n + len(kept):,} {split} records are left out, {why}')
+        for why, n in left_out.items() if is_main() else ():
+            print(f'{self.dataset}: {n:,} of {n + len(kept):,} {split} records are left out, {why}')
         if not kept:
-            raise UserError(f'dataset = {dataset!r}: no {split} record is left; raise block_size or max_steps')
-        return zip(*kept)
-
-    def order_of(self, epoch):
-        """Numbers of the records in each of an epoch's batches, (steps, rows_per_step)."""
-        if self.order[0] != epoch:
-            self.order = epoch, epoch_order(self.lengths, self.rows_per_step, np.random.default_rng((self.seed, epoch)))
-        return self.order[1]
-
-    def _rows(self, step, rows):
-        epoch, within = divmod(step, self.epoch_steps)
-        return [self.row(*self.encoded['train'][i], step) for i in self.order_of(epoch)[within, rows]]
-
-    def train_batch(self, step, rows):
-        """Rows (a list of row numbers within the step's batch) as tensors for the model's forward."""
-        return self.batch(self._rows(step, rows))
-
-    def val_batch(self, rows, step):
-        return self.batch([self.row(*self.encoded['val'][i], step, validating=True) for i in rows])
-
-    def table(self, step, n=2):
-        """The first n rows of a step's batch as text: token, position, kind, block, columns it sees, label, weight."""
-        def show(i):
-            text = self.tokenizer.decode([i])
-            return repr(text) if i < self.tokenizer.n_text else text
-        lines = []
-        for row in self._rows(step, list(range(min(n, self.rows_per_step)))):
-            lines.append('column    token position     kind block  sees                    label weight')
-            for i, (token, kind, block, position, target, weight, sees) in enumerate(zip(*row, self.visible(row))):
-                seen = [c for c, yes in enumerate(sees) if yes]
-                edges = [c for c in seen if c - 1 not in seen or c + 1 not in seen]  # ends of the ranges that are seen
-                ranges = ''.join(f'{c}' + ('-' if c + 1 in seen else ' ') for c in edges)
-                label = f'{show(target):>8} {weight:.3f}' if weight else ''
-                line = f'{i:6} {show(token):>8} {position:8} {kind:>8} {block:5}  {ranges:20} {label}'
-                lines.append(line.rstrip())
-        return '\n'.join(lines)
+            raise UserError(f'dataset = {self.dataset!r}: no {split} record is left; raise block_size or max_steps')
+        return [list(part) for part in zip(*kept)]
 
     def test_records(self, n):
-        """Of the first n records of test.jsonl those that fit into block_size; those without steps are among them."""
-        asked = read_records(os.path.join(dataset_folder(self.dataset), 'test.jsonl'), False, self.meta)[:n]
-        limit = self.config.block_size
-        gold_answers(asked)  # an answer that is no number is named as such, not by its characters
-        fit = [r for r in asked if self.length(encode_question(self.tokenizer, r.question), [],
-                                               self.tokenizer.encode(r.answer)) <= limit]
-        if not fit:
-            raise UserError(f'dataset = {self.dataset!r}: no test question fits into block_size = {limit}')
-        if len(fit) < len(asked):
-            print(f'{self.dataset}: {len(asked) - len(fit):,} of {len(asked):,} test questions are left out, they do not fit '
-                  f'into block_size = {limit}')
-        return fit
+        """Of the first n test records those that fit."""
+        return self.read('test', n=n)[0]
 
-    def report(self, model):
-        """What a finished run prints: accuracy on validation records, block by block, and an example."""
-        sample = self.records['val'][:self.n_val]
-        right = score(model, self.tokenizer, sample)  # (n, blocks)
-        lines = [f'accuracy on {len(sample)} validation records: {right[:, -1].mean():.1%}']
-        by_steps = {}
-        for record, row in zip(sample, right):
-            by_steps.setdefault(len(record.steps), []).append(row[-1])
-        lines.append('by number of steps: ' + ', '.join(f'{k}: {np.mean(v):.1%}' for k, v in sorted(by_steps.items())))
-        if right.shape[1] > 1:
-            lines.append('by block: ' + ', '.join(f'{k}: {a:.1%}' for k, a in enumerate(right.mean(0), 1))
-                         + f'; any block: {right.any(1).mean():.1%}')
-        first = sample[0]
-        lines.append(f'{first.question}\n{model.ask(self.tokenizer, first.question, show=True)}\nright: {first.answer}')
-        return '\n'.join(lines)
+
+class Epochs:
+    """Which records an iteration trains on: each once in an epoch, those of similar length together."""
+
+    def __init__(self, lengths, rows_per_step, seed):
+        self.lengths = np.array(lengths)
+        self.rows_per_step = rows_per_step
+        self.seed = seed
+        self.iters = -(-len(lengths) // rows_per_step)  # iterations in an epoch
+        self.epoch = None  # whose order is known
+
+    def numbers(self, it, rows):
+        """The records of these rows within an iteration's batch."""
+        epoch, within = divmod(it, self.iters)
+        if self.epoch != epoch:
+            self.epoch = epoch
+            self.order = epoch_order(self.lengths, self.rows_per_step, np.random.default_rng((self.seed, epoch)))
+        return self.order[within, rows]
 
 
 # --- scoring: the model is asked in batches; an answer is what its read-out's last line says ---
@@ -367,38 +356,42 @@ def gold_answers(records):
     return numbers
 
 
-def read_answers(model, tokenizer, records, batch_size=32, **how):
-    """Yield (record's number, block, sample, text) of all read-outs; how: see the model's `answers`."""
+def score(ask, tokenizer, records, batch_size=32):
+    """Which answers are right: bool (n, blocks), where any of several samples may be right.
+
+    ask: questions (token lists) -> by block and by sample (token lists, anything), see RiM.answers. Mean over n of the last
+    block: exact-match accuracy; of each block: accuracy per block; any over the blocks: oracle accuracy; with twice as many
+    blocks as trained, since blocks do not see later ones, column k-1 is what a model with k blocks answers.
+    """
+    gold, correct = gold_answers(records), {}
     order = sorted(range(len(records)), key=lambda i: len(records[i].question))  # little padding
     for first in tqdm(range(0, len(order), batch_size), 'answers', disable=None, leave=False):
         part = order[first:first + batch_size]
-        questions = [encode_question(tokenizer, records[i].question) for i in part]
-        for block, samples in enumerate(model.answers(questions, **how)):
-            for sample, (rows, _) in enumerate(samples):
-                for i, row in zip(part, rows):
-                    yield i, block, sample, tokenizer.decode(row)
+        read = ask([encode_question(tokenizer, records[i].question) for i in part])
+        for r, i in enumerate(part):
+            correct[i] = [any(is_right(tokenizer.decode(rows[r]), gold[i]) for rows, _ in samples) for samples in read]
+    return np.array([correct[i] for i in range(len(records))])
 
 
-def score(model, tokenizer, records, every_block=True, samples=1, **how):
-    """Which answers are right: bool (n, blocks), any of `samples` counting. Mean over n of the last block: exact-match
-    accuracy; of each block: accuracy per block; any over the blocks: oracle accuracy; with n_blocks=2K, since blocks do
-    not see later ones, column k-1 is what a model with k blocks answers; with samples=8, temperature=1.0: pass@8."""
-    gold, right = gold_answers(records), {}
-    for i, block, _, text in read_answers(model, tokenizer, records, every_block=every_block, samples=samples, **how):
-        right[i, block] = (right.get((i, block), False)
-                           or same_number(parse_number(text.strip().split('\n')[-1]), gold[i]))
-    return np.array([[right[i, block] for block in range(1 + max(b for _, b in right))] for i in range(len(records))])
+def is_right(text, gold):
+    """Whether an answer's last line says the number gold."""
+    return same_number(parse_number(text.strip().split('\n')[-1]), gold)
 
 
-def time_answer(model, tokenizer, question, **how):
-    """Seconds from the question to the answer's first token, and to its end; written steps come before the answer."""
-    tokens, times, start = [], [], time.perf_counter()
+def accuracy_text(ask, tokenizer, records):
+    """How many of the records are answered right, in all, by number of steps and by block, and the first one answered."""
+    correct = score(ask, tokenizer, records)  # (n, blocks)
+    steps = np.array([len(record.steps) for record in records])
+    lines = [f'accuracy on {len(records)} validation records: {correct[:, -1].mean():.1%}', 'by number of steps: '
+             + ', '.join(f'{n}: {correct[steps == n, -1].mean():.1%}' for n in np.unique(steps))]
+    if correct.shape[1] > 1:
+        lines.append('by block: ' + ', '.join(f'{k}: {a:.1%}' for k, a in enumerate(correct.mean(0), 1))
+                     + f'; any block: {correct.any(1).mean():.1%}')
+    first = records[0]
+    return '\n'.join([*lines, first.question, blocks_text(ask([encode_question(tokenizer, first.question)]), tokenizer), f'right: {first.answer}'])
 
-    def on_token(token):
-        tokens.extend(token.tolist())
-        times.append(time.perf_counter() - start)
-    model.answers([encode_question(tokenizer, question)], on_token=on_token, **how)
-    between = tokenizer.encode('\n')[-1], tokenizer.special['<end>']
-    last = max((i for i, token in enumerate(tokens) if token not in between), default=0)
-    first = max((i + 1 for i, token in enumerate(tokens[:last]) if token in between), default=0)
-    return times[first], times[-1]
+
+def blocks_text(read, tokenizer):
+    """What a model read out (see score) in answer to one question, block by block, and with what probability."""
+    return '\n'.join(f'{"block" if len(read) > 1 else "answer"} {k}: {tokenizer.decode(rows[0]).strip()}  '
+                     f'(probability {log_p[0].exp().item():.3f})' for k, [(rows, log_p), *_] in enumerate(read, 1))

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import data  # noqa: E402
-import train  # noqa: E402
-from config.checkpoint import load_checkpoint  # noqa: E402
+import data
+import train
+from config.checkpoint import load_checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import train  # noqa: E402
+import train
 
 if __name__ == '__main__':
     os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'False'  # a process group per run wants a store of its own

@@ -187,7 +187,7 @@ def test_no_script_is_run_for_a_data_set_that_a_checkpoint_names(run, dataset, t
     mark = tmp_path / 'mark'
     with open(os.path.join(dataset, 'prepare.py'), 'w', encoding='utf-8') as f:
         f.write(f'SMALL = True\nopen({str(mark)!r}, "w").close()\n')
-    with pytest.raises(UserError, match='meta.json is missing'):
+    with pytest.raises(UserError, match='behind a path no prepare.py is run'):
         evaluation.main([f'--out_dir={tmp_path}/run', '--device=cpu'])
     assert not mark.exists()
 

@@ -12,8 +12,8 @@ ROOT = os.path.dirname(FOLDER)
 if not os.path.exists(os.path.join(ROOT, 'records.py')):
     sys.exit(f'error: {FOLDER} is not in data/ of the repository, where alone this script runs: move it there')
 sys.path.insert(0, os.path.dirname(ROOT))  # for running this file by itself
-import config  # noqa: E402
-from data import records  # noqa: E402
+import config
+from data import records
 
 input = ''  # a folder with train.jsonl and test.jsonl, downloaded if none is given
 val_rows = 500  # training rows kept for validation

@@ -24,8 +24,8 @@ ROOT = os.path.dirname(FOLDER)
 if not os.path.exists(os.path.join(ROOT, 'records.py')):
     sys.exit(f'error: {FOLDER} is not in data/ of the repository, where alone this script runs: move it there')
 sys.path.insert(0, os.path.dirname(ROOT))  # for running this file by itself
-import config  # noqa: E402
-from data import records  # noqa: E402
+import config
+from data import records
 
 SMALL = True  # train.py prepares it by itself
 SEED = 1

@@ -18,9 +18,10 @@ ROOT = os.path.dirname(FOLDER)
 if not os.path.exists(os.path.join(ROOT, 'records.py')):
     sys.exit(f'error: {FOLDER} is not in data/ of the repository, where alone this script runs: move it there')
 sys.path.insert(0, os.path.dirname(ROOT))  # for running this file by itself
-import config  # noqa: E402
-import data  # noqa: E402
-from config.files import write_file  # noqa: E402
+import config
+import data
+from config.files import write_file
+from data.text import write_text_dataset
 
 SMALL = True  # train.py prepares it by itself
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
@@ -67,7 +68,7 @@ def main(argv):
         raise config.UserError(f'{argv[0]!r}: this script takes no arguments; your own text is given to train.py: '
                                '--dataset=path/to/my.txt')
     text, source = find_text()
-    data.write_text_dataset(FOLDER, text, {'kind': 'char', 'chars': sorted(set(text))}, source)
+    write_text_dataset(FOLDER, text, {'kind': 'char', 'chars': sorted(set(text))}, source)
 
 
 if __name__ == '__main__':
