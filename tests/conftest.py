@@ -8,6 +8,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data
 import train
 from config.checkpoint import load_checkpoint
+from data.text import write_text_dataset
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def dataset(tmp_path):
     folder = tmp_path / 'text'
     folder.mkdir()
     text = ''.join(f'{i} plus {i % 7} is {i + i % 7}.\n' for i in range(200))[:3000]
-    data.write_text_dataset(str(folder), text, {'kind': 'char', 'chars': sorted(set(text))}, 'a test')
+    write_text_dataset(str(folder), text, {'kind': 'char', 'chars': sorted(set(text))}, 'a test')
     return str(folder)
 
 

@@ -34,7 +34,7 @@ def breath(seed=0, **settings):
 
 def every_slot(model, idx, pad=None):
     """z (B,T,W,V) and d (B,T,W) from the one pass of training."""
-    x = model.encode_slots(idx, pad)
+    x = model.every_slot(idx, pad)
     z = model.logits(x)
     return z, torch.sigmoid(model.dont_know_logit(model.ln_f(x)) - z.logsumexp(-1))
 
@@ -126,7 +126,7 @@ def test_chunks_equal_the_definition(chunk, monkeypatch):
     idx, targets = torch.randint(11, (2, 3, 8))
     targets[0, :3] = -1
     z, _ = every_slot(model, idx)
-    k = model.dont_know_logit(model.ln_f(model.encode_slots(idx)))
+    k = model.dont_know_logit(model.ln_f(model.every_slot(idx)))
     a = z.gather(3, targets.clamp(min=0)[..., None, None].expand(-1, -1, 4, 1))[..., 0]
     omega, gamma = [8 / 15, 4 / 15, 2 / 15, 1 / 15], [1, 0.7, 0.49, 0.343]
     want = cyb_loss(a, k, z.logsumexp(3), omega, gamma)[targets >= 0].mean()
@@ -196,7 +196,7 @@ def test_one_slot_is_the_plain_gpt():
 def test_one_pass_equals_slots_one_by_one(see_pauses, learned_positions):
     model = breath(see_pauses=see_pauses, learned_positions=learned_positions)
     tokens = torch.randint(11, (8,)).tolist()
-    want, rows, got = model.encode_slots(torch.tensor([tokens]))[0], SlotRows(model, [tokens[:1]]), []
+    want, rows, got = model.every_slot(torch.tensor([tokens]))[0], SlotRows(model, [tokens[:1]]), []
     for token in tokens:
         for slot in range(4):
             got.append(rows.feed()[0])
@@ -240,24 +240,24 @@ def test_later_tokens_and_pauses_do_not_leak():
 def test_tbys_is_cross_entropy_in_the_last_slot():
     model = breath(objective='tbys')
     idx, targets = torch.randint(11, (2, 3, 8))
-    logits = model.logits(model.encode_slots(idx)[:, :, -1])
+    logits = model.logits(model.every_slot(idx)[:, :, -1])
     torch.testing.assert_close(model(idx, targets)[1], F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-    assert model.generate([[1, 2]], 3, temperature=0)[0][0] == model(torch.tensor([[1, 2]]))[0][0, -1].argmax()
+    assert model.complete([[1, 2]], 3, temperature=0)[0][0] == model(torch.tensor([[1, 2]]))[0][0, -1].argmax()
     assert model.slots == [[4, 4, 4]]
 
 
 def test_ids_that_are_no_text_are_not_drawn():
     model = breath(tie_weights=False)
     for settings in (dict(temperature=0), dict(temperature=3.0), dict(pace='all', top_k=9)):
-        assert any(max(row) >= 4 for row in model.generate(PROMPTS, 20, **settings))
-        assert all(max(row) < 4 for row in model.generate(PROMPTS, 20, n_text=4, **settings))
+        assert any(max(row) >= 4 for row in model.complete(PROMPTS, 20, **settings))
+        assert all(max(row) < 4 for row in model.complete(PROMPTS, 20, n_text=4, **settings))
 
 
 def test_bfloat16_autocast_keeps_the_loss_in_float32():
     model = breath().float()
     idx, targets = torch.randint(11, (2, 3, 8))
     with torch.autocast('cpu', dtype=torch.bfloat16):
-        got, y = model(idx, targets)[1], model.ln_f(model.encode_slots(idx))
+        got, y = model(idx, targets)[1], model.ln_f(model.every_slot(idx))
         z = model.lm_head(y)
     assert z.dtype == torch.bfloat16 and got.dtype == torch.float32
     z, k = z.double(), F.linear(y, model.dont_know.weight, model.dont_know.bias)[..., 0].double()
@@ -305,7 +305,7 @@ def reference_text(model, prompt, n, threshold=0.5, skip=False):
         order = torch.arange(len(window) * W)
         there = torch.tensor([j < u for u in used[start:] + [W] for j in range(W)])
         mask = (order <= order[:, None]) & (there | (order == order[:, None]))
-        x = model.encode(ids, order[None], mask)[0, -W:]
+        x = model.trunk(ids, order[None], mask)[0, -W:]
         z, k = model.logits(x), model.dont_know_logit(model.ln_f(x))
         d = torch.sigmoid(k - z.logsumexp(1))
         slot = next((j for j in range(W - 1) if d[j] <= threshold), W - 1)
@@ -319,7 +319,7 @@ def reference_text(model, prompt, n, threshold=0.5, skip=False):
 @pytest.mark.parametrize('use_cache', [False, True])
 def test_rows_that_pause_differently_equal_the_reference(skip, use_cache, seed):
     model = wavering(seed)
-    new = model.generate(PROMPTS, 30, temperature=0, skip_unused_pauses=skip, use_cache=use_cache)  # beyond the window
+    new = model.complete(PROMPTS, 30, temperature=0, skip_unused_pauses=skip, use_cache=use_cache)  # beyond the window
     want = [list(zip(*reference_text(model, prompt, 30, skip=skip))) for prompt in PROMPTS]
     assert new == [list(w[0]) for w in want] and model.slots == [list(w[1]) for w in want]
     assert len(set(sum(model.slots, []))) > 1 and model.slots[0] != model.slots[1]
@@ -332,14 +332,14 @@ def test_cached_equals_uncached_when_drawn(see_pauses, pace):
     texts = []
     for use_cache in (True, False):
         torch.manual_seed(5)
-        texts.append((model.generate(PROMPTS, 20, temperature=0.7, pace=pace, use_cache=use_cache), model.slots))
+        texts.append((model.complete(PROMPTS, 20, temperature=0.7, pace=pace, use_cache=use_cache), model.slots))
     assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize('threshold', [0.0, 0.2, 0.9, 1.0])
 def test_threshold(threshold):
     model = wavering(22)
-    new = model.generate(PROMPTS, 8, temperature=0, threshold=threshold)
+    new = model.complete(PROMPTS, 8, temperature=0, threshold=threshold)
     want = [list(zip(*reference_text(model, prompt, 8, threshold))) for prompt in PROMPTS]
     assert new == [list(w[0]) for w in want] and model.slots == [list(w[1]) for w in want]
     assert threshold not in (0.0, 1.0) or set(sum(model.slots, [])) == {4 if threshold == 0 else 1}
@@ -347,20 +347,20 @@ def test_threshold(threshold):
 
 def test_a_window_of_one_token():
     model = breath(block_size=1)
-    assert model.generate([[3]], 4, temperature=0) == model.generate([[3]], 4, temperature=0, use_cache=False)
+    assert model.complete([[3]], 4, temperature=0) == model.complete([[3]], 4, temperature=0, use_cache=False)
 
 
 def test_generation_leaves_the_mode_as_it_was():
     model = breath(dropout=0.5).train()
-    model.generate([[3]], 2)
+    model.complete([[3]], 2)
     assert model.training
 
 
 def test_unseen_pauses_generate_alike_in_a_batch_and_alone():
     model = wavering(see_pauses=False)
-    new, slots = model.generate(PROMPTS, 20, temperature=0), model.slots
+    new, slots = model.complete(PROMPTS, 20, temperature=0), model.slots
     for r, prompt in enumerate(PROMPTS):
-        assert model.generate([prompt], 20, temperature=0) == [new[r]] and model.slots == [slots[r]]
+        assert model.complete([prompt], 20, temperature=0) == [new[r]] and model.slots == [slots[r]]
     first = every_slot(model, torch.tensor([PROMPTS[1]]))
     assert new[1][0] == first[0][0, -1, slots[1][0] - 1].argmax()
 
@@ -369,14 +369,14 @@ def test_first_and_all_slots():
     model = breath()
     z, _ = every_slot(model, torch.tensor([PROMPTS[1]]))
     for pace, slot in [('first', 1), ('all', 4)]:
-        new = model.generate(PROMPTS, 6, temperature=0, pace=pace)
+        new = model.complete(PROMPTS, 6, temperature=0, pace=pace)
         assert new[1][0] == z[0, -1, slot - 1].argmax() and model.slots == [[slot] * 6] * 3
 
 
 def test_pauses_are_drawn_with_probability_d():
     model = breath(W=2)
     _, d = every_slot(model, torch.tensor([[3, 7]]))
-    model.generate([[3, 7]] * 4000, 1, temperature=1.0)
+    model.complete([[3, 7]] * 4000, 1, temperature=1.0)
     assert sum(s == [2] for s in model.slots) / 4000 == pytest.approx(d[0, 1, 0].item(), abs=0.03)
 
 
@@ -384,20 +384,20 @@ def test_pauses_are_drawn_with_probability_d():
 def test_few_forward_passes_beyond_the_slots_used(rows, monkeypatch):
     model, passes, feed = wavering(22, block_size=64), [], SlotRows.feed
     monkeypatch.setattr(SlotRows, 'feed', lambda self: passes.append(1) or feed(self))
-    model.generate(PROMPTS[:rows], 50, temperature=0)
+    model.complete(PROMPTS[:rows], 50, temperature=0)
     used = sum(sum(s) for s in model.slots) / 50 / rows
     assert 1.2 < used and len(passes) / 50 <= used + 1.1
     assert rows > 1 or len(passes) == sum(model.slots[0])
     passes.clear()
-    model.generate(PROMPTS[:rows], 50, temperature=0, pace='all')
+    model.complete(PROMPTS[:rows], 50, temperature=0, pace='all')
     assert len(passes) == 50
 
 
 def test_stop_token_and_effort():
     model = wavering()
-    text = model.generate(PROMPTS, 12, temperature=0)
+    text = model.complete(PROMPTS, 12, temperature=0)
     stop = text[0][2]
-    cut = model.generate(PROMPTS, 12, temperature=0, stop_token=stop)
+    cut = model.complete(PROMPTS, 12, temperature=0, stop_token=stop)
     for whole, row in zip(text, cut):
         assert row == (whole[:whole.index(stop) + 1] if stop in whole else whole)
     effort = model.effort(PROMPTS, cut)
@@ -440,7 +440,7 @@ def test_starts_as_the_plain_gpt(learned_positions, shift):
     torch.testing.assert_close(z[:, :, 0], plain(idx)[0])
     assert d.max() < 1e-4
     assert model(idx, targets)[1].item() == pytest.approx(plain(idx, targets)[1].item(), abs=1e-3)
-    assert model.generate(PROMPTS, 20, temperature=0) == plain.generate(PROMPTS, 20, temperature=0)
+    assert model.complete(PROMPTS, 20, temperature=0) == plain.complete(PROMPTS, 20, temperature=0)
 
 
 def test_slots_stand_where_their_token_stood():
@@ -514,11 +514,11 @@ def test_wrong_sampling_settings():
                               (dict(temperature=-1), 'temperature = -1'), (dict(threshold=0.2), 'threshold = 0.2: acts'),
                               (dict(threshold=0.2, temperature=0, pace='all'), 'threshold = 0.2: acts')]:
         with pytest.raises(UserError, match=message):
-            model.generate([[1]], 2, **settings)
+            model.complete([[1]], 2, **settings)
     with pytest.raises(UserError, match='pace = first'):
-        breath(objective='tbys').generate([[1]], 2, pace='first')
+        breath(objective='tbys').complete([[1]], 2, pace='first')
     with pytest.raises(UserError, match='skip_unused_pauses = True'):
-        breath(see_pauses=False).generate([[1]], 2, skip_unused_pauses=True)
+        breath(see_pauses=False).complete([[1]], 2, skip_unused_pauses=True)
     with pytest.raises(UserError, match='9 tokens.*block_size = 8'):
         model(torch.zeros(1, 9, dtype=torch.long))
 

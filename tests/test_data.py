@@ -23,12 +23,14 @@ import train
 from config import UserError
 from config.checkpoint import load_checkpoint
 from model import GPTConfig
+from data.text import TextBatches, write_text_dataset
+from config.files import write_file
 
 PREPARE = os.path.join(data.ROOT, 'shakespeare_char', 'prepare.py')
 
 
 def batches(dataset, seed=1, eval_rows=8, block_size=16):
-    return data.TextBatches(dataset, data.read_meta(dataset), GPTConfig(block_size=block_size), seed, eval_rows)
+    return TextBatches(dataset, data.read_meta(dataset), GPTConfig(block_size=block_size), seed, eval_rows)
 
 
 def test_char_tokenizer_round_trip_and_unknown_characters():
@@ -84,7 +86,7 @@ def test_a_character_spread_over_tokens_is_decoded_whole(monkeypatch):
 
 
 def test_a_text_without_a_newline_is_trained_and_sampled(run, tmp_path, capsys):
-    data.write_text_dataset(str(tmp_path / 'ab'), 'ab' * 100, {'kind': 'char', 'chars': ['b', 'a']}, 'a test')
+    write_text_dataset(str(tmp_path / 'ab'), 'ab' * 100, {'kind': 'char', 'chars': ['b', 'a']}, 'a test')
     run(dataset=str(tmp_path / 'ab'))
     assert 'a sample at temperature 0.8:\n' in capsys.readouterr().out
     for chars, start in [(['b', 'a'], 'b'), (['b', '\n'], '\n')]:
@@ -94,7 +96,7 @@ def test_a_text_without_a_newline_is_trained_and_sampled(run, tmp_path, capsys):
 def test_a_sample_never_fails_a_finished_run(run, monkeypatch, capsys):
     def fails(self, model):
         raise RuntimeError('out of memory\nat this place')
-    monkeypatch.setattr(data.TextBatches, 'report', fails)
+    monkeypatch.setattr(TextBatches, 'report', fails)
     assert run()['step'] == 4
     out = capsys.readouterr().out
     assert 'could not be made (RuntimeError: out of memory)\n' in out and 'ckpt.pt is the last model' in out
@@ -105,7 +107,7 @@ def test_the_width_of_ids_is_chosen_by_the_vocabulary(n, dtype, tmp_path):
     text = ''.join(map(chr, [*range(0xD800), *range(0xE000, 0xE000 + n)][:n]))[::-1]  # no halves of characters
     folder = f'{tmp_path}/'
     spec = {'kind': 'char', 'chars': sorted(set(text))}
-    data.write_text_dataset(folder, text + text[:40], spec, 'a test', val_fraction=0.5)
+    write_text_dataset(folder, text + text[:40], spec, 'a test', val_fraction=0.5)
     meta = data.read_meta(folder)
     assert (meta['vocab_size'], meta['dtype']) == (n, dtype)
     source = batches(folder)
@@ -115,7 +117,7 @@ def test_the_width_of_ids_is_chosen_by_the_vocabulary(n, dtype, tmp_path):
     if dtype == 'uint16':
         assert os.path.getsize(tmp_path / 'train.bin') == 2 * meta['train_tokens']
         del meta['dtype']  # as older data sets have it
-        data.write_file(str(tmp_path / 'meta.json'), json.dumps(meta))
+        write_file(str(tmp_path / 'meta.json'), json.dumps(meta))
         assert (batches(folder).tokens['val'] == source.tokens['val']).all()
 
 
@@ -172,14 +174,14 @@ def test_steps_of_different_seeds_do_not_collide(dataset):
 
 def test_preparing_anew_is_never_half_done(dataset, monkeypatch):
     """Another text: whoever reads in between finds no meta.json. The same text: meta.json stays, its readers as well."""
-    spec, seen, write = {'kind': 'char', 'chars': ['a', 'b']}, [], data.write_file
+    spec, seen, write = {'kind': 'char', 'chars': ['a', 'b']}, [], write_file
 
     def watch(path, content):
         seen.append((os.path.basename(path), os.path.exists(os.path.join(dataset, 'meta.json'))))
         write(path, content)
     monkeypatch.setattr(data, 'write_file', watch)
     for there in (False, True):
-        data.write_text_dataset(dataset, 'ab' * 100, spec, 'a test')
+        write_text_dataset(dataset, 'ab' * 100, spec, 'a test')
         assert seen == [('train.bin', there), ('val.bin', there), ('meta.json', there)]
         seen.clear()
 
@@ -327,7 +329,7 @@ def test_a_text_that_was_replaced_is_prepared_anew_or_said_to_be(run, tmp_path, 
 
 def test_a_replaced_input_txt_is_prepared_anew(data_root, tmp_path, capsys):
     folder = data_root('mine')
-    data.write_text_dataset(folder, 'old' * 99, {'kind': 'char', 'chars': ['o', 'l', 'd']}, 'input.txt')
+    write_text_dataset(folder, 'old' * 99, {'kind': 'char', 'chars': ['o', 'l', 'd']}, 'input.txt')
     source = tmp_path / 'data' / 'mine' / 'input.txt'
     for text, given, ran, said in [('old' * 99, True, False, ''),
                                    ('new', False, False, 'the earlier text is used'),
@@ -354,15 +356,15 @@ def test_the_mark_before_utf8_is_not_text(run, tmp_path, dataset, capsys):
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = str(tmp_path / 'file.bin')
-    data.write_file(path, b'old')
+    write_file(path, b'old')
     with monkeypatch.context() as m:
         m.setattr(os, 'fsync', lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            data.write_file(path, b'new and longer')
+            write_file(path, b'new and longer')
     with open(path, 'rb') as f:
         assert f.read() == b'old'
     with pytest.raises(UserError, match='cannot write'):
-        data.write_file(str(tmp_path / 'nowhere' / 'file'), 'text')
+        write_file(str(tmp_path / 'nowhere' / 'file'), 'text')
 
 
 def test_what_killed_runs_left_is_removed(tmp_path):
@@ -371,14 +373,14 @@ def test_what_killed_runs_left_is_removed(tmp_path):
         (tmp_path / name).write_bytes(b'half')
         if '2' not in name:
             os.utime(tmp_path / name, (1e9, 1e9))
-    data.write_file(str(tmp_path / 'file.bin'), b'new')
+    write_file(str(tmp_path / 'file.bin'), b'new')
     assert sorted(os.listdir(tmp_path)) == sorted(['file.bin', *names[1:]])  # 2 may be a run that writes just now
 
 
 def test_a_symbolic_link_is_written_through(tmp_path):
     (tmp_path / 'far').mkdir()
     os.symlink(tmp_path / 'far' / 'file.bin', tmp_path / 'file.bin')
-    data.write_file(str(tmp_path / 'file.bin'), b'new')
+    write_file(str(tmp_path / 'file.bin'), b'new')
     assert os.path.islink(tmp_path / 'file.bin') and (tmp_path / 'far' / 'file.bin').read_bytes() == b'new'
 
 
@@ -390,7 +392,7 @@ def test_runs_that_prepare_the_same_data_at_once(dataset, monkeypatch):
         remove(path)
         remove(path)
     monkeypatch.setattr(os, 'remove', other_was_first)
-    data.write_text_dataset(dataset, 'ab' * 100, {'kind': 'char', 'chars': ['a', 'b']}, 'a test')
+    write_text_dataset(dataset, 'ab' * 100, {'kind': 'char', 'chars': ['a', 'b']}, 'a test')
     assert data.read_meta(dataset)['vocab_size'] == 2
 
 

@@ -13,6 +13,7 @@ import train
 from config.checkpoint import load_checkpoint
 from test_rim import write_records
 from test_train import METHOD_SETTINGS, read_log
+from data.text import TextBatches
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -91,12 +92,12 @@ import datetime, functools, os, sys, time
 sys.path.insert(0, {ROOT!r})
 import config, data, train
 import torch.distributed as dist
-draw = data.TextBatches.train_batch
+draw = TextBatches.train_batch
 def fail_on_rank_1(self, *args):
     if 3 in args and os.environ['RANK'] == '1':
         raise config.UserError('train.bin vanished on this rank')
     return draw(self, *args)
-data.TextBatches.train_batch = fail_on_rank_1
+TextBatches.train_batch = fail_on_rank_1
 dist.init_process_group = functools.partial(dist.init_process_group, timeout=datetime.timedelta(seconds=6))
 data.ensure_prepared = lambda *_, **__: time.sleep(8)
 config.launch(train.main)

@@ -17,6 +17,7 @@ from config import UserError
 from config.checkpoint import load_checkpoint, save_checkpoint
 from cyb import CYB, CYBConfig
 from train import build_model
+from data.text import TextBatches, write_text_dataset
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def numbers(run, dataset, tmp_path):
         evaluation.main([f'--out_dir={tmp_path}/run', '--device=cpu', '--eval_rows=8', '--slow_rows=3',
                          '--batch_size=3'])
         model = build_model(load_checkpoint(f'{tmp_path}/run/ckpt.pt')).eval()
-        rows = data.TextBatches(dataset, data.read_meta(dataset), model.config, 0, 8).val_batch(list(range(8)))
+        rows = TextBatches(dataset, data.read_meta(dataset), model.config, 0, 8).val_batch(list(range(8)))
         with open(tmp_path / 'run' / 'eval.json') as f:
             return json.load(f), model, *rows
     return numbers
@@ -66,7 +67,7 @@ def test_slots(numbers, monkeypatch):
     monkeypatch.setattr(evaluation, 'CHUNK', 200)  # several chunks
     monkeypatch.setattr(evaluation, 'NAMED', 3)
     got, model, idx, targets = numbers(method='cyb', W=3, omega='uniform')
-    x = model.encode_slots(idx)
+    x = model.every_slot(idx)
     z, k = model.logits(x).double(), model.dont_know_logit(model.ln_f(x)).double()
     t = z.softmax(-1).gather(3, targets[..., None, None].expand(-1, -1, 3, 1))[..., 0].flatten(0, 1)  # (N,W)
     right = (z.argmax(-1) == targets[..., None]).flatten(0, 1).double()
@@ -132,7 +133,7 @@ def test_what_skipping_costs(numbers):
     model.dont_know.bias += 4  # so that it pauses
     model.dont_know.weight *= 20
     got = evaluation.skipping(model, [], [(idx[:4], targets[:4]), (idx[4:], targets[4:])], None)
-    x = model.encode_slots(idx)
+    x = model.every_slot(idx)
     z, k = model.logits(x), model.dont_know_logit(model.ln_f(x))
     know = k <= z.logsumexp(-1)  # d <= 1/2
     know[..., -1] = True
@@ -206,7 +207,7 @@ def test_wrong_inputs(run, dataset, tmp_path):
     with pytest.raises(UserError, match='tokenizer'):
         other = tmp_path / 'other'
         other.mkdir()
-        data.write_text_dataset(str(other), 'abc' * 400, {'kind': 'char', 'chars': list('abc')}, 'a test')
+        write_text_dataset(str(other), 'abc' * 400, {'kind': 'char', 'chars': list('abc')}, 'a test')
         evaluation.main([f'--out_dir={tmp_path}/run', f'--dataset={other}'])
     with pytest.raises(UserError, match='nowhere'):
         evaluation.main([f'--out_dir={tmp_path}/nowhere'])

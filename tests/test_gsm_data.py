@@ -14,6 +14,7 @@ import pytest
 import data
 from config import UserError
 from data import records
+from config.files import write_file
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ GSM8K = [{'question': 'A robe takes 2 bolts.', 'answer': 'It takes 2/2=<<2/2=1>>
 
 def test_gsm8k_marks_become_steps(prepare, tmp_path):
     for split, rows in (('train', GSM8K * 2), ('test', GSM8K)):
-        data.write_file(str(tmp_path / f'{split}.jsonl'), ''.join(json.dumps(row) + '\n' for row in rows))
+        write_file(str(tmp_path / f'{split}.jsonl'), ''.join(json.dumps(row) + '\n' for row in rows))
     splits, left_out, tokenizer = prepare('gsm8k', f'--input={tmp_path}', '--val_rows=2')
     right = [('A robe takes 2 bolts.', ['2/2=1', '2+1=3'], '3'), ('Profit?', ['80000+50000=130000', '.5*10=5.0'], '70000'),
              ('Degrees?', ['4-7=-3'], '-3')]
@@ -138,10 +139,10 @@ def test_gsm8k_marks_become_steps(prepare, tmp_path):
     assert tokenizer == {'kind': 'gpt2'}
     with pytest.raises(UserError, match='val_rows = 6'):
         prepare('gsm8k', f'--input={tmp_path}', '--val_rows=6')
-    data.write_file(str(tmp_path / 'train.jsonl'), '{"question": "a"}\n')
+    write_file(str(tmp_path / 'train.jsonl'), '{"question": "a"}\n')
     with pytest.raises(UserError, match='train.jsonl line 1: answer = None'):
         prepare('gsm8k', f'--input={tmp_path}')
-    data.write_file(str(tmp_path / 'train.jsonl'), '{}\n{"question"\n')
+    write_file(str(tmp_path / 'train.jsonl'), '{}\n{"question"\n')
     with pytest.raises(UserError, match='line 1: question = None'):
         prepare('gsm8k', f'--input={tmp_path}')
     with pytest.raises(UserError, match='nowhere/train.jsonl is not there'):
@@ -197,40 +198,40 @@ def test_half_a_character_is_no_text(tmp_path):
 def test_gsm8k_aug_as_text_and_as_json(prepare, tmp_path):
     lines = ['How much?||<<16-3-4=9>> <<9*2=18>> #### 18', 'Cost?||<<600*30/100=180>> #### 1,180', 'None?|| #### 6']
     for split in ('train', 'valid', 'test'):
-        data.write_file(str(tmp_path / f'{split}.txt'), '\n'.join(lines) + '\n')
+        write_file(str(tmp_path / f'{split}.txt'), '\n'.join(lines) + '\n')
     right = [('How much?', ['16-3-4=9', '9*2=18'], '18'), ('Cost?', ['600*30/100=180'], '1180')]
     splits, left_out, _ = prepare('gsm8k_aug', f'--input={tmp_path}')
     assert splits == {'train': right, 'val': right, 'test': right + [('None?', [], '6')]}
     assert left_out == {'train: no step is marked': 1, 'valid: no step is marked': 1}
     entries = [{'question': q, 'steps': [f'<<{s}>>' for s in steps], 'answer': a} for q, steps, a in right]
-    data.write_file(str(tmp_path / 'train.json'), json.dumps(entries))
-    data.write_file(str(tmp_path / 'valid.json'), ''.join(json.dumps(e) + '\n' for e in entries))
+    write_file(str(tmp_path / 'train.json'), json.dumps(entries))
+    write_file(str(tmp_path / 'valid.json'), ''.join(json.dumps(e) + '\n' for e in entries))
     splits = prepare('gsm8k_aug', f'--input={tmp_path}')[0]
     assert splits['train'] == right == splits['val']
-    data.write_file(str(tmp_path / 'train.json'), json.dumps([{**e, 'steps': [s.strip('<>') for s in e['steps']]} for e in entries]))
+    write_file(str(tmp_path / 'train.json'), json.dumps([{**e, 'steps': [s.strip('<>') for s in e['steps']]} for e in entries]))
     assert prepare('gsm8k_aug', f'--input={tmp_path}')[0]['train'] == right
-    data.write_file(str(tmp_path / 'train.json'), json.dumps([*entries, 5]))
+    write_file(str(tmp_path / 'train.json'), json.dumps([*entries, 5]))
     with pytest.raises(UserError, match="train.json entry 3 is '5', not an object"):
         prepare('gsm8k_aug', f'--input={tmp_path}')
-    data.write_file(str(tmp_path / 'train.json'), '[' * 10 ** 5)
+    write_file(str(tmp_path / 'train.json'), '[' * 10 ** 5)
     with pytest.raises(UserError, match='train.json is no JSON'):
         prepare('gsm8k_aug', f'--input={tmp_path}')
     os.remove(tmp_path / 'train.json')
     os.remove(tmp_path / 'train.txt')
     os.remove(tmp_path / 'valid.json')
-    data.write_file(str(tmp_path / 'valid.txt'), '\n'.join(lines[:2] * 5) + '\n')
+    write_file(str(tmp_path / 'valid.txt'), '\n'.join(lines[:2] * 5) + '\n')
     splits = prepare('gsm8k_aug', f'--input={tmp_path}')[0]
     assert [len(splits[split]) for split in ('train', 'val')] == [9, 1]
     for n in range(2, 10):  # at least one row for val
-        data.write_file(str(tmp_path / 'valid.txt'), '\n\n'.join(lines[:1] * n))
+        write_file(str(tmp_path / 'valid.txt'), '\n\n'.join(lines[:1] * n))
         splits = prepare('gsm8k_aug', f'--input={tmp_path}')[0]
         assert [len(splits[split]) for split in ('train', 'val')] == [n - 1, 1]
     for content, message in [(lines[0], 'valid holds one record .*: train and val need one each'),
                              ('', 'valid.txt holds no record')]:
-        data.write_file(str(tmp_path / 'valid.txt'), content)
+        write_file(str(tmp_path / 'valid.txt'), content)
         with pytest.raises(UserError, match=message):
             prepare('gsm8k_aug', f'--input={tmp_path}')
-    data.write_file(str(tmp_path / 'valid.txt'), lines[0] + '\nno bars #### 3\n')
+    write_file(str(tmp_path / 'valid.txt'), lines[0] + '\nno bars #### 3\n')
     with pytest.raises(UserError, match="valid.txt line 2: 'no bars #### 3' is not of the form"):
         prepare('gsm8k_aug', f'--input={tmp_path}')
 
@@ -248,7 +249,7 @@ def test_the_last_bars_before_the_first_mark_separate(prepare, tmp_path):
 def test_a_record_file_with_blank_lines_and_the_mark_before_utf8(tmp_path):
     path, line = str(tmp_path / 'train.jsonl'), b'{"question": "q", "steps": ["1"], "answer": "1"}'
     content = codecs.BOM_UTF8 + b'\n' + line + b'\r\n\n' + line
-    data.write_file(path, content)
+    write_file(path, content)
     read = records.read_records(path, meta={'crc32': {'train.jsonl': zlib.crc32(content)}})  # of the file's bytes
     assert [record.where for record in read] == [f'{path} line 2', f'{path} line 4'] and read[0].question == 'q'
 
@@ -271,7 +272,7 @@ def test_a_record_data_set_is_written_whole_and_read_back(tmp_path, capsys):
     assert data.read_meta(str(tmp_path)) == meta  # what was there is untouched
     with pytest.raises(UserError, match='no row for val'):
         records.write_record_dataset(str(tmp_path), {'train': rows, 'val': []}, spec, 'a test')
-    data.write_file(str(tmp_path / 'train.jsonl'), '')
+    write_file(str(tmp_path / 'train.jsonl'), '')
     with pytest.raises(UserError, match='holds no record'):
         records.read_records(str(tmp_path / 'train.jsonl'))
     with pytest.raises(UserError, match='nothing.jsonl is missing'):

@@ -39,7 +39,7 @@ def explicit_attention(attn, x, positions, visible, logit_score, value_score):
 @pytest.mark.parametrize('masked', [False, True])
 def test_attention_equals_the_formula(scored, masked):
     model = gpt()
-    attn, S = model.blocks[0].attn, 7
+    attn, S = model.layers[0].attn, 7
     torch.nn.init.normal_(attn.c_attn.weight)  # sharp attention, so that a wrong scale or angle shows
     x, positions = torch.randn(1, S, 16).double(), torch.rand(1, S).double().cumsum(1) * 2
     log_p = -3 * torch.rand(1, S).double()
@@ -130,25 +130,25 @@ def test_cached_generation_equals_uncached_also_past_block_size(settings):
     for p in model.parameters():
         p.data *= 5  # far from uniform, so that a wrong cache changes the choice
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 1], list(range(11)) * 2]  # the last one is longer than block_size
-    cached = model.generate(prompts, 40, temperature=0)
-    assert cached == model.generate(prompts, 40, temperature=0, use_cache=False)
+    cached = model.complete(prompts, 40, temperature=0)
+    assert cached == model.complete(prompts, 40, temperature=0, use_cache=False)
     assert [len(row) for row in cached] == [40] * 3 and len({tuple(row) for row in cached}) == 3
     # rows in a batch do not affect each other
-    assert cached == [model.generate([p], 40, temperature=0)[0] for p in prompts]
+    assert cached == [model.complete([p], 40, temperature=0)[0] for p in prompts]
     # logits, not only their argmax
     cache, idx = model.new_cache(), torch.randint(11, (2, 9))
-    parts = [model.encode(idx[:, a:b], cache=cache) for a, b in [(0, 3), (3, 4), (4, 9)]]
-    assert (torch.cat(parts, 1) - model.encode(idx)).abs().max() < 1e-12
+    parts = [model.trunk(idx[:, a:b], cache=cache) for a, b in [(0, 3), (3, 4), (4, 9)]]
+    assert (torch.cat(parts, 1) - model.trunk(idx)).abs().max() < 1e-12
 
 
 def test_a_stop_token_ends_its_row_only():
     model = gpt()
-    free = model.generate([[1], [2]], 12, temperature=0)
+    free = model.complete([[1], [2]], 12, temperature=0)
     stop = free[0][4]
-    stopped = model.generate([[1], [2]], 12, temperature=0, stop_token=stop)
+    stopped = model.complete([[1], [2]], 12, temperature=0, stop_token=stop)
     for row, full in zip(stopped, free):
         assert row == (full[:full.index(stop) + 1] if stop in full else full)
-    steps = list(model.stream([[1]], 12, temperature=0, stop_token=stop))
+    steps = list(model.generate([[1]], 12, temperature=0, stop_token=stop))
     assert len(steps) == len(stopped[0])
 
 
@@ -184,8 +184,8 @@ def test_ids_that_are_no_text_are_not_drawn(settings):
     model = gpt(tie_weights=False)
     model.lm_head.weight.data *= 100
     prompts = [[1, 2], [3]] * 8
-    assert any(token >= 4 for row in model.generate(prompts, 20, **settings) for token in row)
-    rows = model.generate(prompts, 20, n_text=4, **settings)
+    assert any(token >= 4 for row in model.complete(prompts, 20, **settings) for token in row)
+    rows = model.complete(prompts, 20, n_text=4, **settings)
     assert all(len(row) == 20 and max(row) < 4 for row in rows)
 
 
@@ -195,7 +195,7 @@ def test_dropout_is_off_in_eval():
     idx = torch.randint(11, (2, 9))
     assert (model(idx)[0] - model(idx)[0]).abs().max() > 1e-3
     # generation switches it off and puts the mode back
-    assert model.generate([[1, 2]], 8, temperature=0) == model.generate([[1, 2]], 8, temperature=0)
+    assert model.complete([[1, 2]], 8, temperature=0) == model.complete([[1, 2]], 8, temperature=0)
     assert model.training
     model.eval()
     assert (model(idx)[0] - model(idx)[0]).abs().max() == 0
@@ -204,7 +204,7 @@ def test_dropout_is_off_in_eval():
 @pytest.mark.parametrize('site', ['embedding', 'attention', 'attention output', 'mlp output'])
 def test_dropout_acts_at_each_site_in_training_alone(site):
     model, idx = gpt(), torch.randint(11, (2, 9))
-    block = model.blocks[1]
+    block = model.layers[1]
     if site == 'attention':
         block.attn.dropout = 0.5
     else:
@@ -217,13 +217,13 @@ def test_dropout_acts_at_each_site_in_training_alone(site):
 def test_dropout_setting_reaches_every_site():
     model = gpt(dropout=0.3)
     assert sum(isinstance(m, torch.nn.Dropout) and m.p == 0.3 for m in model.modules()) == 1 + 2 * 2
-    assert all(block.attn.dropout == 0.3 for block in model.blocks)
+    assert all(block.attn.dropout == 0.3 for block in model.layers)
 
 
 def test_initial_weights():
     model = GPT(GPTConfig(**{**SETTINGS, 'n_embd': 256, 'n_layer': 8, 'vocab_size': 100}))
     assert model.wte.weight.detach().std() == pytest.approx(0.02, rel=0.05)
-    for block in model.blocks:
+    for block in model.layers:
         assert block.attn.c_attn.weight.detach().std() == pytest.approx(0.02, rel=0.05)
         assert block.attn.c_proj.weight.detach().std() == pytest.approx(0.02 / 4, rel=0.05)  # 1 / sqrt(2 * 8)
         assert block.mlp.c_proj.weight.detach().std() == pytest.approx(0.02 / 4, rel=0.05)
@@ -241,7 +241,7 @@ def test_what_decays():
 
 def test_attention_with_a_cache_is_causal_without_being_told():
     model = gpt()
-    x, attn = torch.randn(1, 6, 16).double(), model.blocks[0].attn
+    x, attn = torch.randn(1, 6, 16).double(), model.layers[0].attn
     cache = model.new_cache()[0]
     parts = [attn(x[:, a:b], model.rope(torch.arange(a, b)[None]), cache=cache) for a, b in [(0, 3), (3, 6)]]
     assert (torch.cat(parts, 1) - attn(x, model.rope(torch.arange(6)[None]))).abs().max() < 1e-12
@@ -249,7 +249,7 @@ def test_attention_with_a_cache_is_causal_without_being_told():
 
 def test_flops_are_six_per_weight_and_token_plus_attention():
     model = gpt()
-    matrices = sum(p.numel() for p in model.blocks.parameters()) + model.lm_head.weight.numel()
+    matrices = sum(p.numel() for p in model.layers.parameters()) + model.lm_head.weight.numel()
     assert model.flops_per_token() == 6 * matrices + 2 * 12 * 16 * 16
 
 
@@ -287,5 +287,5 @@ def test_impossible_inputs_are_named():
     for prompts, settings, named in [([[]], {}, 'prompt is empty'), ([], {}, 'prompt is empty'),
                                      ([[1]], dict(temperature=-1), 'temperature = -1'), ([[1]], dict(top_p=0), 'top_p = 0')]:
         with pytest.raises(UserError, match=named):
-            model.generate(prompts, 3, **settings)
+            model.complete(prompts, 3, **settings)
     assert model.effort_unit is None  # nothing to show

@@ -21,6 +21,7 @@ from data.records import RecordBatches
 from test_ddp import free_port, torchrun
 from test_rim import ROWS, write_records
 from test_train import read_log
+from data.text import write_text_dataset
 
 TEXT = ''.join(f'{a}+{b}={a + b}\n' for a in range(30) for b in range(12))
 VOCABULARY = 18  # of the records; as a second value it pads that of the text
@@ -91,7 +92,7 @@ def train_on_two_processes(folder, cases):
     """Makes data sets and, for each case (method, settings), a run of two steps a stage in folder/two<its number>,
     all by one pair of processes; jobs.json keeps the command lines."""
     (folder / 'text').mkdir()
-    data.write_text_dataset(str(folder / 'text'), TEXT, {'kind': 'char', 'chars': sorted(set(TEXT))}, 'a test')
+    write_text_dataset(str(folder / 'text'), TEXT, {'kind': 'char', 'chars': sorted(set(TEXT))}, 'a test')
     write_records(folder / 'records')
     jobs = []
     for i, (method, case) in enumerate(cases):

@@ -19,6 +19,8 @@ from config.checkpoint import load_checkpoint, save_checkpoint
 from data import records
 from model import GPT, GPTConfig
 from rim import RiM, RiMConfig, build_row
+from data.text import write_text_dataset
+from config.files import write_file
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 with open(os.path.join(HERE, 'rim_cases.json'), encoding='utf-8') as f:
@@ -57,7 +59,7 @@ def write_records(folder):
 
 def write_text(folder):
     folder.mkdir()
-    data.write_text_dataset(str(folder), 'abc\n' * 200, {'kind': 'char', 'chars': sorted('abc\n')}, 'a test')
+    write_text_dataset(str(folder), 'abc\n' * 200, {'kind': 'char', 'chars': sorted('abc\n')}, 'a test')
     return str(folder)
 
 
@@ -139,10 +141,10 @@ def test_one_pass_equals_a_sequence_per_readout(n_mem):
 def test_readouts_see_neither_each_other_nor_are_they_seen():
     model, row = tiny(), some_row()
     idx, _, _, positions, readout = tensors(row)
-    before = model.encode(idx, positions, rim.memory_mask(readout))[0]
+    before = model.trunk(idx, positions, rim.memory_mask(readout))[0]
     changed = [i for i, (kind, block) in enumerate(zip(row.kind, row.block)) if kind == 'readout' and block == 2]
     idx[0, changed] = 9
-    after = model.encode(idx, positions, rim.memory_mask(readout))[0]
+    after = model.trunk(idx, positions, rim.memory_mask(readout))[0]
     same = [i for i in range(len(row.tokens)) if i not in changed]
     assert torch.equal(before[same], after[same]) and (before[changed] - after[changed]).abs().min(1).values.max() > 1e-6
 
@@ -153,7 +155,7 @@ def test_gradients_reach_a_readouts_blocks_and_no_later_one(k):
     idx, targets, _, positions, readout = tensors(row)
     x = model.wte(idx).detach().requires_grad_()
     hidden = x
-    for block in model.blocks:
+    for block in model.layers:
         hidden = block(hidden, model.rope(positions), rim.memory_mask(readout))
     own = [i for i, kind in enumerate(row.kind) if row.targets[i] >= 0 and row.block[i] == k]
     F.cross_entropy(model.logits(hidden)[0, own], targets[0, own]).backward()
@@ -193,7 +195,7 @@ def test_coconut_feeds_hidden_states_back_and_gradients_through_all_passes():
     x, rope = model.wte(idx), model.rope(positions)
 
     def run(x):
-        for block in model.blocks:
+        for block in model.layers:
             x = block(x, rope)
         return x
     for column in (4, 5):  # <b> is column 3; each thought is the final state of the column before, reread from the start
@@ -205,7 +207,7 @@ def test_coconut_feeds_hidden_states_back_and_gradients_through_all_passes():
     from_wte = []
     for detach in (False, True):
         model.zero_grad()
-        cache = [rim.GrowingCache(0) for _ in model.blocks]
+        cache = [rim.GrowingCache(0) for _ in model.layers]
         x = model.encode_thoughts(idx, positions, mask, cache)
         loss = F.cross_entropy(model.logits(x.detach() if detach else x)[0][targets[0] >= 0], targets[targets >= 0])
         loss.backward()
@@ -300,7 +302,7 @@ def test_each_stage_has_its_own_schedule_dropout_and_length(rim_run, dataset, tm
     assert rates == pytest.approx([5e-3, 1e-2, 1e-2, 1e-3, 2e-3, 2e-3]) and seen == [0.1, 0.4]
     model = tiny(dropout=0.1)
     set_dropout(model, 0.4)
-    assert model.blocks[0].attn.dropout == model.blocks[0].attn.resid_dropout.p == model.drop.p == 0.4
+    assert model.layers[0].attn.dropout == model.layers[0].attn.resid_dropout.p == model.drop.p == 0.4
     source = batches(dataset, epochs=2, stage2_epochs=0.5)  # 50 records, 4 a step: 13 steps an epoch
     assert [steps for _, steps, _, _ in source.stages(1, 1e-3)] == [26, 6]
 
@@ -343,7 +345,7 @@ def test_a_plain_gpt_can_be_the_start_and_the_vocabulary_grows(run, dataset, tmp
     folder = tmp_path / 'plain'
     folder.mkdir()
     spec = {k: v for k, v in data.read_meta(dataset)['tokenizer'].items() if k != 'special'}
-    data.write_text_dataset(str(folder), '1+2=3\n4+5=9?\n' * 40, spec, 'a test')
+    write_text_dataset(str(folder), '1+2=3\n4+5=9?\n' * 40, spec, 'a test')
     text, padding = len(spec['chars']), 9
     for name, shape in [('gpt', {}), ('padded', dict(vocab_size=text + padding))]:
         old = run(name, dataset=str(folder), block_size=48, **shape)['model']['wte.weight']
@@ -377,17 +379,17 @@ def test_lora_follows_its_weights_wherever_they_change():
         torch.nn.init.normal_(p, std=0.2)
     model(idx)
     changes = [lambda: model.load_state_dict(other.state_dict()), lambda: model.float(), lambda: model.double(),
-               lambda: model.blocks[0].mlp.c_fc.lora_b.data.mul_(2), lambda: other.eval()]
+               lambda: model.layers[0].mlp.c_fc.lora_b.data.mul_(2), lambda: other.eval()]
     for change in changes:
         change()
         want = model.train()(idx)[0].detach()
         for _ in range(2):
             torch.testing.assert_close(model.eval()(idx)[0], want)
     before = model(idx)[0]
-    model.blocks[1].attn.c_proj.weight.data.mul_(3)  # no .eval() in between
+    model.layers[1].attn.c_proj.weight.data.mul_(3)  # no .eval() in between
     assert (model(idx)[0] - before).abs().max() > 1e-6
     model(idx)[0].sum().backward()
-    assert model.blocks[0].mlp.c_fc.lora_a.grad.abs().max() > 0  # in eval mode too
+    assert model.layers[0].mlp.c_fc.lora_a.grad.abs().max() > 0  # in eval mode too
 
 
 # --- inference ---
@@ -720,7 +722,7 @@ def test_wrong_data_sets(run, rim_run, dataset, tmp_path):
     meta = data.read_meta(dataset)
     del meta['tokenizer']['special'], meta['crc32']
     meta['vocab_size'] -= 4
-    data.write_file(os.path.join(dataset, 'meta.json'), json.dumps(meta))
+    write_file(os.path.join(dataset, 'meta.json'), json.dumps(meta))
     with pytest.raises(UserError, match='lacks the special tokens <b>, <m>, </b>, <end>'):
         rim_run()
 
@@ -754,7 +756,7 @@ def test_broken_records_are_named_by_their_line(dataset, line, message):
     path = os.path.join(dataset, 'train.jsonl')
     with open(path, encoding='utf-8') as f:
         lines = f.read().split('\n')
-    data.write_file(path, '\n'.join([lines[0], line, *lines[1:]]))
+    write_file(path, '\n'.join([lines[0], line, *lines[1:]]))
     with pytest.raises(UserError, match=message):
         batches(dataset)
 

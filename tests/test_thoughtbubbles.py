@@ -32,7 +32,7 @@ def reference(model, tokens, detach=()):
     def p(log_p, use):
         return (log_p.detach() if use in detach else log_p)
     streams = [(model.wte.weight[t], torch.zeros(()).double(), i) for i, t in enumerate(tokens) for _ in range(c.copies)]
-    for layer, block in enumerate(model.blocks):
+    for layer, block in enumerate(model.layers):
         if layer in c.fork_layers:
             fork, candidates = model.forks[str(layer)], []
             for i, (x, log_p, src) in enumerate(streams):
@@ -140,7 +140,7 @@ def test_without_forks_it_is_the_plain_gpt_exactly():
         assert (plain(idx)[0].shape == model(idx)[0].shape)
         for (name, p), (other, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
             assert name == other and torch.equal(p, q) and torch.equal(p.grad, q.grad)
-        assert plain.generate([[1, 2], [3]], 20, temperature=0) == model.generate([[1, 2], [3]], 20, temperature=0)
+        assert plain.complete([[1, 2], [3]], 20, temperature=0) == model.complete([[1, 2], [3]], 20, temperature=0)
         assert plain.flops_per_token() == model.flops_per_token()
 
 
@@ -255,7 +255,7 @@ def test_half_precision_keeps_scores_and_predictions_in_float32():
     exact = model(idx)[0]
     with torch.autocast('cpu', dtype=torch.bfloat16):
         prediction, log_p = model(idx)[0], model.streams(idx)[1]
-        assert model.blocks[0].mlp(torch.randn(1, 1, 16)).dtype == torch.bfloat16
+        assert model.layers[0].mlp(torch.randn(1, 1, 16)).dtype == torch.bfloat16
     assert prediction.dtype == log_p.dtype == torch.float32
     assert (prediction.exp().sum(-1) - 1).abs().max() < 1e-5  # in bfloat16 it would be off by 1e-2
     assert (prediction - exact).abs().max() < 0.05
@@ -272,12 +272,12 @@ def test_merged_probabilities_sum_to_one():
 def test_generation_rereads_the_text_under_its_present_budget(merge):
     model = bubbles(merge=merge)
     text = [1, 2, 3]
-    for token in model.generate([[1, 2, 3]], 13, temperature=0)[0]:
+    for token in model.complete([[1, 2, 3]], 13, temperature=0)[0]:
         assert token == log_probs(model, torch.tensor([text]))[0, -1].argmax()
         text.append(token)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 1], [9]]
-    together = model.generate(prompts, 30, temperature=0)  # past block_size
-    assert together == [model.generate([p], 30, temperature=0)[0] for p in prompts]
+    together = model.complete(prompts, 30, temperature=0)  # past block_size
+    assert together == [model.complete([p], 30, temperature=0)[0] for p in prompts]
 
 
 def test_effort_counts_the_streams_of_each_token():
@@ -298,7 +298,7 @@ def test_dropout_is_off_in_eval():
 
 def test_flops_follow_the_streams():
     gpt, kappa2 = bubbles(fork_layers=()), bubbles(kappa=2.0)  # forks before blocks 1 and 2 of 3
-    blocks = sum(p.numel() for p in gpt.blocks[0].parameters())
+    blocks = sum(p.numel() for p in gpt.layers[0].parameters())
     head = gpt.lm_head.weight.numel()
     by_hand = sum(6 * blocks * S + 12 * 16 * S * S for S in (16, 32, 32)) + 6 * head * 32
     assert kappa2.flops_per_token() == by_hand / 16

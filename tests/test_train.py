@@ -18,6 +18,7 @@ import train
 from config import UserError
 from config.checkpoint import load_checkpoint
 from model import GPT, GPTConfig
+from data.text import TextBatches, write_text_dataset
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 METHOD_SETTINGS = [dict(method='gpt'), dict(method='thoughtbubbles', fork_layers='1,2'), dict(method='cyb', W=2)]
@@ -35,14 +36,14 @@ def without_speed(log):
 @pytest.fixture
 def interrupt(monkeypatch):
     """interrupt(step): a SIGTERM arrives while the batch of that step is drawn."""
-    draw = data.TextBatches.train_batch
+    draw = TextBatches.train_batch
 
     def at(step):
         def train_batch(self, now, rows):
             if now == step:
                 os.kill(os.getpid(), signal.SIGTERM)
             return draw(self, now, rows)
-        monkeypatch.setattr(data.TextBatches, 'train_batch', train_batch)
+        monkeypatch.setattr(TextBatches, 'train_batch', train_batch)
     return at
 
 
@@ -132,7 +133,7 @@ def test_starting_from_another_shape_or_tokenizer(run, tmp_path, dataset):
     for setting in ('--n_head=4', '--rope_base=500', '--tie_weights=False'):
         with pytest.raises(UserError, match=f'{setting[2:].split("=")[0]} = .*leave it out'):
             go_on(setting)
-    data.write_text_dataset(dataset, 'another text ' * 300, {'kind': 'char', 'chars': sorted(set('another text '))}, 'another')
+    write_text_dataset(dataset, 'another text ' * 300, {'kind': 'char', 'chars': sorted(set('another text '))}, 'another')
     with pytest.raises(UserError, match='another tokenizer'):
         go_on()
 
@@ -152,7 +153,7 @@ def test_a_step_is_adamw_with_clipped_gradients(run, tmp_path, dataset):
     torch.manual_seed(1337)
     config = GPTConfig(**load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))['model_config'])
     model, state = GPT(config), {}
-    source = data.TextBatches(dataset, data.read_meta(dataset), config, 1337, 8)
+    source = TextBatches(dataset, data.read_meta(dataset), config, 1337, 8)
     for t, lr in ((1, 0.005), (2, 0.01)):  # warming up
         gradients = torch.autograd.grad(model(*source.train_batch(t - 1, [0, 1, 2, 3]))[1], list(model.parameters()))
         norm = torch.cat([g.flatten() for g in gradients]).norm()
@@ -262,14 +263,14 @@ def test_the_seconds_of_a_save_are_logged_and_slow_ones_are_warned_of(run, tmp_p
 
 
 def test_a_signal_drops_the_evaluation_that_has_begun(run, tmp_path, monkeypatch, capsys):
-    draw, drawn = data.TextBatches.val_batch, []
+    draw, drawn = TextBatches.val_batch, []
 
     def val_batch(self, rows, *stage):
         drawn.append(rows)
         if len(drawn) == 3:  # the first batch of the second evaluation
             os.kill(os.getpid(), signal.SIGTERM)
         return draw(self, rows, *stage)
-    monkeypatch.setattr(data.TextBatches, 'val_batch', val_batch)
+    monkeypatch.setattr(TextBatches, 'val_batch', val_batch)
     assert run()['step'] == 2 and len(drawn) == 3
     assert 'stopped by a signal after step 2' in capsys.readouterr().out
     assert [e['iter'] for e in read_log(tmp_path / 'run') if 'val_loss' in e] == [0]
@@ -349,11 +350,11 @@ def test_a_batch_without_targets_teaches_nothing(method, settings):
 # --- sample.py ---
 
 @pytest.mark.parametrize('settings', METHOD_SETTINGS, ids=lambda s: s['method'])
-@pytest.mark.parametrize('text, start', [('ab' * 400, 'a'), ('a\ufffd' * 400, 'a'), ('b\na\n' * 200, '\n')], ids=ascii)
-def test_a_text_begins_with_a_character_that_is_there(run, tmp_path, capsys, settings, text, start):
+@pytest.mark.parametrize('piece, start', [('ab', 'a'), ('a\ufffd', 'a'), ('b\na\n', '\n')], ids=ascii)
+def test_a_text_begins_with_a_character_that_is_there(run, tmp_path, capsys, settings, piece, start):
     folder = tmp_path / 'own'
     folder.mkdir()
-    data.write_text_dataset(str(folder), text, {'kind': 'char', 'chars': sorted(set(text))}, 'a test')
+    write_text_dataset(str(folder), piece * 400, {'kind': 'char', 'chars': sorted(set(piece))}, 'a test')
     run('a run', dataset=folder, vocab_size=128, **settings)  # most ids are no text
     out = capsys.readouterr().out
     assert len(out.split('a sample at temperature 0.8:\n')[1].split('\n' + str(tmp_path))[0]) == 200
@@ -367,7 +368,7 @@ def test_a_text_begins_with_a_character_that_is_there(run, tmp_path, capsys, set
 def test_a_sample_never_fails_a_finished_run(run, monkeypatch, capsys):
     def report(self, model):
         raise UserError('no sample')
-    monkeypatch.setattr(data.TextBatches, 'report', report)
+    monkeypatch.setattr(TextBatches, 'report', report)
     assert run()['step'] == 4 and 'no report: UserError: no sample' in capsys.readouterr().out
 
 

@@ -23,6 +23,7 @@ from data import records
 from model import GPTConfig
 from test_rim import write_records
 from test_train import METHOD_SETTINGS, ROOT, read_log
+from data.text import TextBatches, write_text_dataset
 
 LONG = bool(os.environ.get('LONG_TESTS'))
 
@@ -114,14 +115,14 @@ def test_a_symbolic_link_is_written_through(run, tmp_path):
 
 
 def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):
-    draw = data.TextBatches.train_batch
+    draw = TextBatches.train_batch
 
     def twice(self, step, rows):
         if step == 2:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
         return draw(self, step, rows)
-    monkeypatch.setattr(data.TextBatches, 'train_batch', twice)
+    monkeypatch.setattr(TextBatches, 'train_batch', twice)
     with pytest.raises(KeyboardInterrupt):
         run()
 
@@ -189,7 +190,7 @@ def test_resume_needs_only_the_folder(run, tmp_path):
 
 def test_resuming_on_other_data_is_refused(run, dataset, capsys):
     run()
-    data.write_text_dataset(dataset, 'another text ' * 300, {'kind': 'char', 'chars': sorted(set('another text '))}, 'another')
+    write_text_dataset(dataset, 'another text ' * 300, {'kind': 'char', 'chars': sorted(set('another text '))}, 'another')
     with pytest.raises(UserError, match='prepared anew'):
         run(init_from='resume')
 
@@ -356,12 +357,12 @@ def each_damage(path, dice):
 
 def test_fuzzed_data_is_read_whole_or_named(dataset):
     dice, config = random.Random(3), GPTConfig(block_size=16)
-    rows = data.TextBatches(dataset, data.read_meta(dataset), config, 1, 8).train_batch(0, [0, 1])
+    rows = TextBatches(dataset, data.read_meta(dataset), config, 1, 8).train_batch(0, [0, 1])
     chars = data.read_meta(dataset)['tokenizer']['chars']
     for name in ('train.bin', 'val.bin', 'meta.json'):
         for turn in each_damage(os.path.join(dataset, name), dice):
             try:
-                batches = data.TextBatches(dataset, data.read_meta(dataset), config, 1, 8)
+                batches = TextBatches(dataset, data.read_meta(dataset), config, 1, 8)
             except UserError as e:
                 assert turn and '\n' not in str(e) and dataset in str(e)
             else:
@@ -417,7 +418,7 @@ def test_a_terminal_without_unicode(tmp_path):
     environment = {**os.environ, 'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0', 'PYTHONIOENCODING': ''}
     (tmp_path / 'prepare.py').write_text(f'import sys\nsys.path.insert(0, {ROOT!r})\nimport data\n'
                                          'text = "\u00e9\u03b1\u6f22\\n" * 100\n'
-                                         f'data.write_text_dataset({str(folder)!r}, text, {{"kind": "char", "chars": sorted(set(text))}}, "x")\n',
+                                         f'write_text_dataset({str(folder)!r}, text, {{"kind": "char", "chars": sorted(set(text))}}, "x")\n',
                                          encoding='utf-8')
     assert subprocess.run([sys.executable, str(tmp_path / 'prepare.py')], env=environment).returncode == 0
     done = subprocess.run([sys.executable, 'train.py', f'--dataset={folder}', f'--out_dir={tmp_path / "run"}', '--max_iters=1',
