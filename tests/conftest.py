@@ -1,4 +1,5 @@
 """What the tests share: small data sets, a tiny run, several processes."""
+import contextlib
 import json
 import os
 import random
@@ -57,23 +58,21 @@ def arguments(**settings):
     return [f'--{name}={value}' for name, value in {**tiny, **settings}.items()]
 
 
+@contextlib.contextmanager
 def without_reports():
-    """A finished run makes no report, which takes longer than a tiny run; .undo() ends this."""
-    patch = pytest.MonkeyPatch()
-    for _, model_class, _ in train.METHODS.values():
-        patch.setattr(model_class, 'report', lambda self, batches: '')
-    return patch
+    """Finished runs make no report, which takes longer than a tiny run. Gives a MonkeyPatch for more of that kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        for _, model_class, _ in train.METHODS.values():
+            patch.setattr(model_class, 'report', lambda self, batches: '')
+        yield patch
 
 
 @pytest.fixture
 def run(tmp_path, dataset):
     """run(out, **settings) trains a tiny model in this process and returns its checkpoint; report=True: with its report."""
     def run(out='run', report=False, **settings):
-        patch = pytest.MonkeyPatch() if report else without_reports()
-        try:
+        with contextlib.nullcontext() if report else without_reports():
             train.main(arguments(**{'dataset': dataset, 'out_dir': tmp_path / out, **settings}))
-        finally:
-            patch.undo()
         return load_checkpoint(str(tmp_path / out / 'ckpt.pt'))
     return run
 

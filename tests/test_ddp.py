@@ -25,11 +25,10 @@ def test_processes_compute_what_one_would(command, tmp_path):
     runs = {**{s['method']: s for s in METHOD_SETTINGS},
             'rim': dict(method='rim', dataset=write_records(tmp_path / 'records'), block_size=48, n_blocks=2, max_iters=6,
                         stage2_iters=4)}  # both of its stages
-    patch = without_reports()
-    for name, settings in runs.items():
-        train.main(command(f'{name}-one', **settings))
-    train.main(command('resumed', method='gpt', max_iters=5))
-    patch.undo()
+    with without_reports():
+        for name, settings in runs.items():
+            train.main(command(f'{name}-one', **settings))
+        train.main(command('resumed', method='gpt', max_iters=5))
     pairs = [(f'{name}-one', f'{name}-three') for name in runs] + [('gpt-one', 'whole optimizer')]
     jobs = [(command(f'{name}-three', **settings, shard_optimizer=True), free_port(), False) for name, settings in runs.items()]
     jobs.append((command('whole optimizer', method='gpt'), free_port(), True))  # one process reports, the others wait
