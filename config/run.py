@@ -140,7 +140,7 @@ class Run:
                                 'since')
             try:
                 return config_class(**self.start['model_config'])
-            except TypeError as e:
+            except (TypeError, UserError) as e:
                 raise UserError(f'{self.start_path}: its configuration does not fit this code ({first_line(e)})') from e
         given = self.model_settings
         if self.settings['init_from'] not in ('scratch', 'auto'):  # the checkpoint to start from gives the core's shape
