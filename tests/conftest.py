@@ -21,6 +21,7 @@ METHOD_SETTINGS = [dict(method='gpt'), dict(method='thoughtbubbles', fork_layers
 ROWS = [{'question': f'{a}+{b}?', 'steps': [f'{a}+{b}={a + b}'] + [f'{a + b + i}+1={a + b + i + 1}' for i in range(n)],
          'answer': str(a + b + n)} for a in range(1, 6) for b in range(1, 5) for n in range(3)]
 CHARACTERS = sorted('0123456789+=?\n')  # of ROWS
+TEXT = ''.join(f'{i} plus {i % 7} is {i + i % 7}.\n' for i in range(200))[:3000]  # 18 characters
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +46,7 @@ def write_records(folder):
 
 @pytest.fixture
 def dataset(tmp_path):
-    """3,000 characters."""
-    return write_text(tmp_path / 'text', ''.join(f'{i} plus {i % 7} is {i + i % 7}.\n' for i in range(200))[:3000])
+    return write_text(tmp_path / 'text', TEXT)
 
 
 # --- a run ---

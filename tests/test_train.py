@@ -17,17 +17,9 @@ import sample
 import train
 from config import UserError
 from config.checkpoint import load_checkpoint
+from conftest import METHOD_SETTINGS, ROOT, read_log, write_text
+from data.text import TextBatches
 from model import GPT, GPTConfig
-from data.text import TextBatches, write_text_dataset
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-METHOD_SETTINGS = [dict(method='gpt'), dict(method='thoughtbubbles', fork_layers='1,2'), dict(method='cyb', W=2)]
-
-
-def read_log(folder):
-    with open(os.path.join(folder, 'log.jsonl'), encoding='utf-8') as f:
-        return [json.loads(line) for line in f]  # a broken line would raise
-
 
 def without_speed(log):
     return [{k: v for k, v in entry.items() if k not in ('tokens_per_s', 'save_s')} for entry in log]
@@ -39,16 +31,16 @@ def interrupt(monkeypatch):
     draw = TextBatches.train_batch
 
     def at(step):
-        def train_batch(self, now, rows):
-            if now == step:
+        def train_batch(self, stage, it, rows):
+            if it == step:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return draw(self, now, rows)
+            return draw(self, stage, it, rows)
         monkeypatch.setattr(TextBatches, 'train_batch', train_batch)
     return at
 
 
 def test_a_run_leaves_checkpoints_a_log_and_a_sample(run, tmp_path, capsys):
-    checkpoint = run(method='thoughtbubbles', max_iters=5)
+    checkpoint = run(method='thoughtbubbles', max_iters=5, report=True)
     assert checkpoint['step'] == 5 and checkpoint['method'] == 'thoughtbubbles'
     assert sorted(os.listdir(tmp_path / 'run')) == ['.lock', 'best.pt', 'ckpt.pt', 'log.jsonl']
     log = read_log(tmp_path / 'run')
@@ -133,7 +125,7 @@ def test_starting_from_another_shape_or_tokenizer(run, tmp_path, dataset):
     for setting in ('--n_head=4', '--rope_base=500', '--tie_weights=False'):
         with pytest.raises(UserError, match=f'{setting[2:].split("=")[0]} = .*leave it out'):
             go_on(setting)
-    write_text_dataset(dataset, 'another text ' * 300, {'kind': 'char', 'chars': sorted(set('another text '))}, 'another')
+    write_text(dataset, 'another text ' * 300)
     with pytest.raises(UserError, match='another tokenizer'):
         go_on()
 
@@ -153,9 +145,9 @@ def test_a_step_is_adamw_with_clipped_gradients(run, tmp_path, dataset):
     torch.manual_seed(1337)
     config = GPTConfig(**load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))['model_config'])
     model, state = GPT(config), {}
-    source = TextBatches(dataset, data.read_meta(dataset), config, 1337, 8)
+    source = TextBatches(dataset, data.read_meta(dataset), config, 1337, 8, 4)
     for t, lr in ((1, 0.005), (2, 0.01)):  # warming up
-        gradients = torch.autograd.grad(model(*source.train_batch(t - 1, [0, 1, 2, 3]))[1], list(model.parameters()))
+        gradients = torch.autograd.grad(model(*source.train_batch(None, t - 1, [0, 1, 2, 3]))[1], list(model.parameters()))
         norm = torch.cat([g.flatten() for g in gradients]).norm()
         assert norm > 0.05
         for p, g in zip(model.parameters(), gradients):
@@ -192,9 +184,9 @@ def test_divergence_stops_before_a_checkpoint(run, tmp_path, monkeypatch):
     forward, calls = train.GPT.forward, []
 
     def explode_in_the_third_step(self, idx, targets=None, pad=None):
-        logits, loss = forward(self, idx, targets, pad)
+        _, loss = forward(self, idx, targets, pad)
         calls.extend([1] * self.training)
-        return logits, loss * math.inf if self.training and len(calls) == 3 else loss
+        return None, loss * math.inf if self.training and len(calls) == 3 else loss
     monkeypatch.setattr(train.GPT, 'forward', explode_in_the_third_step)
     with pytest.raises(UserError, match='step 2: loss inf.*diverged'):
         run(eval_interval=1)
@@ -265,11 +257,11 @@ def test_the_seconds_of_a_save_are_logged_and_slow_ones_are_warned_of(run, tmp_p
 def test_a_signal_drops_the_evaluation_that_has_begun(run, tmp_path, monkeypatch, capsys):
     draw, drawn = TextBatches.val_batch, []
 
-    def val_batch(self, rows, *stage):
+    def val_batch(self, stage, rows):
         drawn.append(rows)
         if len(drawn) == 3:  # the first batch of the second evaluation
             os.kill(os.getpid(), signal.SIGTERM)
-        return draw(self, rows, *stage)
+        return draw(self, stage, rows)
     monkeypatch.setattr(TextBatches, 'val_batch', val_batch)
     assert run()['step'] == 2 and len(drawn) == 3
     assert 'stopped by a signal after step 2' in capsys.readouterr().out
@@ -337,12 +329,13 @@ def test_the_command_line_prints_one_line_and_no_traceback(tmp_path):
 
 @pytest.mark.parametrize('method, settings', [
     ('gpt', {}), *(('thoughtbubbles', dict(fork_layers=(1,), merge=merge)) for merge in ('probs', 'residual', 'rightmost')),
-    ('cyb', {}), ('cyb', dict(objective='tbys')), ('rim', {}), ('rim', dict(train_on='sft'))], ids=str)
+    ('cyb', {}), ('cyb', dict(objective='tbys')), ('rim', {}), ('rim', dict(train_on='sft')), ('coconut', {})], ids=str)
 def test_a_batch_without_targets_teaches_nothing(method, settings):
-    config_class, model_class, _ = train.METHODS[method]
+    config_class, model_class, batch_class = train.METHODS[method]
     model = model_class(config_class(**{**dict(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16), **settings}))
     idx, none = torch.randint(11, (2, 8)), torch.full((2, 8), -1)
-    loss = model(idx, none, *([torch.ones(2, 8)] if method == 'rim' else []))[1]
+    nowhere = torch.zeros(0, dtype=torch.long)  # of rows of records, which say where something is learned
+    loss = model(idx, none)[1] if batch_class is TextBatches else model(idx, nowhere, nowhere.float(), nowhere)[1]
     loss.backward()
     assert loss.item() == 0 and all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
 
@@ -352,10 +345,8 @@ def test_a_batch_without_targets_teaches_nothing(method, settings):
 @pytest.mark.parametrize('settings', METHOD_SETTINGS, ids=lambda s: s['method'])
 @pytest.mark.parametrize('piece, start', [('ab', 'a'), ('a\ufffd', 'a'), ('b\na\n', '\n')], ids=ascii)
 def test_a_text_begins_with_a_character_that_is_there(run, tmp_path, capsys, settings, piece, start):
-    folder = tmp_path / 'own'
-    folder.mkdir()
-    write_text_dataset(str(folder), piece * 400, {'kind': 'char', 'chars': sorted(set(piece))}, 'a test')
-    run('a run', dataset=folder, vocab_size=128, **settings)  # most ids are no text
+    folder = write_text(tmp_path / 'own', piece * 400)
+    run('a run', dataset=folder, vocab_size=128, report=True, **settings)  # most ids are not text
     out = capsys.readouterr().out
     assert len(out.split('a sample at temperature 0.8:\n')[1].split('\n' + str(tmp_path))[0]) == 200
     script, *arguments = shlex.split(re.search('python (.*) samples from it', out)[1])
@@ -366,10 +357,12 @@ def test_a_text_begins_with_a_character_that_is_there(run, tmp_path, capsys, set
 
 
 def test_a_sample_never_fails_a_finished_run(run, monkeypatch, capsys):
-    def report(self, model):
-        raise UserError('no sample')
-    monkeypatch.setattr(TextBatches, 'report', report)
-    assert run()['step'] == 4 and 'no report: UserError: no sample' in capsys.readouterr().out
+    def fails(self, batches):
+        raise RuntimeError('out of memory\nat this place')
+    monkeypatch.setattr(GPT, 'report', fails)
+    assert run(report=True)['step'] == 4
+    out = capsys.readouterr().out
+    assert 'could not be made (RuntimeError: out of memory)\n' in out and 'ckpt.pt is the last model' in out
 
 
 @pytest.fixture
