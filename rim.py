@@ -116,6 +116,8 @@ class MemoryConfig(GPTConfig):
     max_steps: int = 16  # training records with more steps are left out and counted
     train_question: bool = False  # train the question's tokens as well, with weight 1
 
+    answer_tokens = 32  # at most, where no other number is given
+
     def __post_init__(self):
         super().__post_init__()
         check_range(vars(self), 'n_blocks n_mem max_steps')
@@ -153,6 +155,10 @@ class RiMConfig(MemoryConfig):
         """(read-outs, their weights, M or None for no blocks) of a record in the stage of this name."""
         readouts, weights = STAGES[self.train_on][stage](self, record, progress)
         return readouts, weights, self.n_mem if self.has_blocks else None
+
+    @property
+    def answer_tokens(self):
+        return self.block_size if self.train_on == 'cot' else 32  # steps are long
 
     @property
     def layout(self):
@@ -251,20 +257,21 @@ class RiM(GPT):
             position = position + 1
 
     @torch.no_grad()
-    def answers(self, questions, max_new_tokens=256, temperature=0.0, top_k=0, top_p=1.0, n_blocks=0, n_mem=0,
+    def answers(self, questions, max_new_tokens=0, temperature=0.0, top_k=0, top_p=1.0, n_blocks=0, n_mem=0,
                 every_block=False, samples=1):
         """Read-outs of a batch of questions (token lists): for each block (every_block) or the last one, for each
         sample, (token lists without the end token, log-probabilities (B,)). One prefill serves all."""
         check_sampling(questions, temperature, top_k, top_p)
         with eval_mode(self):
             cache, pad, points = self.prefill(questions, n_blocks, n_mem)
+            longest = max_new_tokens or self.config.answer_tokens
             read = []
             for point in points[::-1] if every_block else points[-1:]:  # the last block first, see read
                 read.append([])
                 for _ in range(samples):
                     rows = [[] for _ in questions]
                     total = 0.0
-                    for token, log_p, live in self.read(cache, pad, point, max_new_tokens, temperature, top_k, top_p):
+                    for token, log_p, live in self.read(cache, pad, point, longest, temperature, top_k, top_p):
                         total += log_p * live
                         for row, t, goes_on in zip(rows, token.tolist(), live.tolist()):
                             if goes_on and t != self.special.end:
