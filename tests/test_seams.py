@@ -98,7 +98,8 @@ def test_every_parameter_learns():
 
 
 def test_generation_rereads_the_text_with_all_slots_of_past_tokens():
-    model = breathing(seed=3)
+    model = breathing(seed=5)
+    torch.manual_seed(5)
     model.dont_know.weight.data.normal_()  # it pauses at some tokens
     text, slots = [1, 2], []
     for _ in range(6):
