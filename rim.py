@@ -1,4 +1,4 @@
-"""Reasoning in Memory (arXiv 2605.30343): thought happens in fixed memory blocks that are read in one forward pass.
+"""Reasoning in Memory (arXiv 2605.30343): thought happens in fixed memory blocks, read in one forward pass.
 
     row        question [b m m /b] step 2 [b m m /b] step 3 [b m m /b] answer
     sees       question <- block 1 <----- block 2 <----- block 3        a read-out is seen by nobody else
@@ -6,43 +6,30 @@
     stage 2    every read-out is the answer
     asked      question [b m m /b][b m m /b][b m m /b] -> answer        one pass, nothing written
 
-A memory block is <b>, M times <m>, </b>; a read-out is what is predicted after a block. The baselines share this file:
-direct answers (sft), written steps (cot), blocks without stage 1 (pause) and, at the end, Coconut (arXiv 2412.06769).
+A memory block is <b>, M times <m>, </b>; a read-out is what is predicted after a block. The baselines are here too:
+direct answers (sft), written steps (cot), blocks without stage 1 (pause), and Coconut (arXiv 2412.06769) at the end.
 Shapes: B rows, S tokens of a row, C width, V vocabulary, K memory blocks, M memory tokens per block.
 """
-from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from config import UserError, check_choice, check_range
 from data import records
+from data.records import MEMORY, QUESTION, READOUT, Row
 from model import (GPT, GPTConfig, KVCache, Stage, TOKEN_ROWS, causal_mask, check_sampling, eval_mode, left_pad,
                    sample_token, text_start)
 
 # --- rows ---
-
-QUESTION, MEMORY, READOUT = 'question', 'memory', 'readout'
-Row = namedtuple('Row', 'tokens kind block positions targets weights')  # lists of one entry per token
-Special = namedtuple('Special', 'begin mem close end')  # ids of <b>, <m>, </b>, <end>
-
-
-def special_ids(vocab_size):
-    """The special tokens are the last ids of the vocabulary. Raises UserError if there is no room for text before them."""
-    if vocab_size <= len(records.SPECIAL):
-        raise UserError(f'vocab_size = {vocab_size}: there must be room for {", ".join(records.SPECIAL)} behind the text')
-    return Special(*range(vocab_size - len(records.SPECIAL), vocab_size))
-
 
 def build_row(question, readouts, weights, n_mem, special, question_weight=0.0):
     """One training row: question, block 1, read-out 1, block 2, read-out 2, ...
 
     question, readouts: token ids and lists of them. weights: one per read-out, for each of its tokens and its end
     token. n_mem: M, or None for no blocks: then the one read-out follows the question, as in plain fine-tuning.
-    special: a Special. question_weight: for each of the question's tokens.
+    special: records.Special. question_weight: for each of the question's tokens.
     A read-out of weight 0 is left out, since no other token sees it.
     """
     memory = [] if n_mem is None else [special.begin] + [special.mem] * n_mem + [special.close]
@@ -65,11 +52,6 @@ def build_row(question, readouts, weights, n_mem, special, question_weight=0.0):
             row.targets.extend(readout[1:] + [special.end])
             row.weights.extend([weight] * len(readout))
     return row
-
-
-def read_by(row):
-    """For memory_mask: of each token of a row the block that it reads out, 0 for question and blocks."""
-    return [block if kind == READOUT else 0 for block, kind in zip(row.block, row.kind)]
 
 
 def stage1_weights(n_steps, progress, anneal):
@@ -122,21 +104,24 @@ STAGES = {'rim': {'stage1': stepwise, 'stage2': repeated}, 'pause': {'pause': re
           'cot': {'cot': written}}
 
 
+def iterations(epochs, epoch_iters, otherwise):
+    return max(1, round(epochs * epoch_iters)) if epochs else otherwise
+
+
 @dataclass
 class MemoryConfig(GPTConfig):
     n_blocks: int = 8  # K, memory blocks in stage 2 and at inference; coconut: stages
     n_mem: int = 2  # M, memory tokens per block; coconut: thoughts that each stage adds
-    epochs: float = 0.0  # passes over the training records, above 0 it takes the place of max_iters; of stage 1 for rim
+    epochs: float = 0.0  # above 0: passes over the training records in place of max_iters (rim: of stage 1)
     max_steps: int = 16  # training records with more steps are left out and counted
     train_question: bool = False  # train the question's tokens as well, with weight 1
+
+    answer_tokens = 32  # at most, where no other number is given
 
     def __post_init__(self):
         super().__post_init__()
         check_range(vars(self), 'n_blocks n_mem max_steps')
         check_range(vars(self), 'epochs', 0)
-
-    def first_iters(self, max_iters, epoch_iters):
-        return max(1, round(self.epochs * epoch_iters)) if self.epochs else max_iters
 
 
 @dataclass
@@ -144,7 +129,7 @@ class RiMConfig(MemoryConfig):
     train_on: str = 'rim'  # rim | pause (blocks without stage 1) | sft (direct answer) | cot (written steps)
     anneal: str = 'relative'  # how read-outs fade in stage 1: relative (the earliest first) | uniform | none
     stage2_iters: int = 1000  # rim: steps of stage 2; max_iters are those of stage 1
-    stage2_epochs: float = 0.0  # rim: passes over the records in stage 2, above 0 it takes the place of stage2_iters
+    stage2_epochs: float = 0.0  # above 0, rim: passes over the records in place of stage2_iters
     stage2_learning_rate: float = 3e-4  # rim: peak in stage 2, lower than in stage 1
     stage2_dropout: float = 0.1  # rim: dropout in stage 2, more than in stage 1
 
@@ -160,14 +145,20 @@ class RiMConfig(MemoryConfig):
         return not {written, direct} & {*STAGES[self.train_on].values()}
 
     def stages(self, max_iters, learning_rate, epoch_iters):
-        first = self.first_iters(max_iters, epoch_iters)
-        second = max(1, round(self.stage2_epochs * epoch_iters)) if self.stage2_epochs else self.stage2_iters
-        plan = [(0, first, learning_rate, self.dropout), (first, second, self.stage2_learning_rate, self.stage2_dropout)]
+        first = iterations(self.epochs, epoch_iters, max_iters)
+        second = iterations(self.stage2_epochs, epoch_iters, self.stage2_iters)
+        plan = [(0, first, learning_rate, self.dropout),
+                (first, second, self.stage2_learning_rate, self.stage2_dropout)]
         return [Stage(name, *part) for name, part in zip(STAGES[self.train_on], plan)]
 
     def readouts(self, stage, record, progress=0.0):
         """(read-outs, their weights, M or None for no blocks) of a record in the stage of this name."""
-        return *STAGES[self.train_on][stage](self, record, progress), self.n_mem if self.has_blocks else None
+        readouts, weights = STAGES[self.train_on][stage](self, record, progress)
+        return readouts, weights, self.n_mem if self.has_blocks else None
+
+    @property
+    def answer_tokens(self):
+        return self.block_size if self.train_on == 'cot' else 32  # steps are long
 
     @property
     def layout(self):
@@ -180,7 +171,7 @@ class RiMConfig(MemoryConfig):
 class RiM(GPT):
     def __init__(self, config):
         super().__init__(config)
-        self.special = special_ids(config.vocab_size)
+        self.special = records.special_ids(config.vocab_size)
         if config.lora_rank:  # beside the adapters the special tokens' rows are trained
             is_new = (torch.arange(config.vocab_size) >= self.special.begin).float()[:, None]
             for name, p in self.named_parameters():
@@ -190,10 +181,10 @@ class RiM(GPT):
 
     def load_pretrained(self, state):
         """As GPT's, but what pads a plain GPT's vocabulary gives way to the special tokens."""
-        V = self.config.vocab_size
-        return super().load_pretrained({
-            name: tensor[:self.special.begin] if name in TOKEN_ROWS and len(tensor) > V else tensor
-            for name, tensor in state.items()})
+        def text_rows(name, tensor):
+            padded = name in TOKEN_ROWS and len(tensor) > self.config.vocab_size
+            return tensor[:self.special.begin] if padded else tensor
+        return super().load_pretrained({name: text_rows(name, tensor) for name, tensor in state.items()})
 
     def forward(self, idx, targets=None, weights=None, at=None, positions=None, readout=None):
         """idx (B,S) -> (logits (B,S,V), None); with targets (n,), weights (n,) and at (n,), the positions b*S+s that
@@ -210,11 +201,11 @@ class RiM(GPT):
     # --- inference ---
 
     def prefill(self, questions, n_blocks=0, n_mem=0):
-        """Questions (token lists) and the memory blocks after them in one pass.
+        """Questions (token lists) and the memory blocks after them in one pass; n_blocks, n_mem: K and M, 0 as trained.
 
-        n_blocks, n_mem: K and M, 0 as trained. Returns (cache, pad, points): points has for each block the
-        cache's length at its end and the hidden states there (B,C), from which an answer can be read; without blocks
-        it is one point, the question's end. Raises UserError if question and blocks do not fit into block_size.
+        Returns (cache, pad, points): for each block, or for the question's end where there are none, points has the
+        cache's length and the hidden states (B,C) there, from which an answer can be read. Raises UserError if
+        question and blocks do not fit into block_size.
         """
         if n_blocks < 0 or n_mem < 0 or (n_blocks or n_mem) and not self.config.has_blocks:
             raise UserError(f'n_blocks = {n_blocks}, n_mem = {n_mem}: ' + (
@@ -225,10 +216,10 @@ class RiM(GPT):
         memory = block * K
         longest = max(map(len, questions))
         if longest + len(memory) + 1 > self.config.block_size:
-            raise UserError(f'a question of {longest} tokens' + (f' with {len(memory)} memory tokens' if memory else '')
-                            + f' leaves no room for an answer in block_size = {self.config.block_size}')
+            raise UserError(f'a question of {longest} tokens with {len(memory)} memory tokens leaves no room for an '
+                            f'answer in block_size = {self.config.block_size}')
         idx, pad = left_pad([list(q) + memory for q in questions], self.wte.weight.device)
-        # room for the tokens of a row and the padding before it, so that an answer is as long beside others as alone
+        # room for padding too, so that an answer is as long beside others as alone
         room = self.config.block_size + longest - min(map(len, questions))
         cache = [KVCache(room) for _ in self.layers]
         x = self.trunk(idx, pad=pad, cache=cache)
@@ -237,8 +228,8 @@ class RiM(GPT):
 
     @torch.no_grad()
     def read(self, cache, pad, point, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0):
-        """Decode a read-out at one of prefill's points; yield for each token (ids (B,), log-probabilities (B,), live (B,)
-        bool: whether the read-out of that row goes on to this token).
+        """Decode a read-out at one of prefill's points; yield for each token (ids (B,), log-probabilities (B,), live
+        (B,) bool: whether that row's read-out goes on to this token).
 
         <b>, <m> and </b> are never drawn: the probabilities are those among text and <end>. The cache is cut back
         to the point. Blocks after it are overwritten, so read later blocks before earlier ones.
@@ -266,19 +257,21 @@ class RiM(GPT):
             position = position + 1
 
     @torch.no_grad()
-    def answers(self, questions, max_new_tokens=256, temperature=0.0, top_k=0, top_p=1.0, n_blocks=0, n_mem=0,
+    def answers(self, questions, max_new_tokens=0, temperature=0.0, top_k=0, top_p=1.0, n_blocks=0, n_mem=0,
                 every_block=False, samples=1):
-        """Read-outs of a batch of questions (token lists): for each block read, the last one alone unless every_block, a
-        list with a sample each: (token lists without the end token, log-probabilities (B,)). One prefill serves all."""
+        """Read-outs of a batch of questions (token lists): for each block (every_block) or the last one, for each
+        sample, (token lists without the end token, log-probabilities (B,)). One prefill serves all."""
         check_sampling(questions, temperature, top_k, top_p)
         with eval_mode(self):
             cache, pad, points = self.prefill(questions, n_blocks, n_mem)
+            longest = max_new_tokens or self.config.answer_tokens
             read = []
             for point in points[::-1] if every_block else points[-1:]:  # the last block first, see read
                 read.append([])
                 for _ in range(samples):
-                    rows, total = [[] for _ in questions], 0.0
-                    for token, log_p, live in self.read(cache, pad, point, max_new_tokens, temperature, top_k, top_p):
+                    rows = [[] for _ in questions]
+                    total = 0.0
+                    for token, log_p, live in self.read(cache, pad, point, longest, temperature, top_k, top_p):
                         total += log_p * live
                         for row, t, goes_on in zip(rows, token.tolist(), live.tolist()):
                             if goes_on and t != self.special.end:
@@ -294,33 +287,36 @@ class RiM(GPT):
 # --- batches ---
 
 class RiMBatches:
-    """Rows of a record data set, as the present stage wants them, epoch by epoch, rows of similar length together: a
-    pure function of (seed, stage, iteration, row). Raises UserError for data that do not fit, see records.RecordData."""
+    """Rows of a record data set as the stage wants them, a pure function of (seed, stage, iteration, row). Raises
+    UserError for data that do not fit, see records.RecordData."""
     align = False  # whether all questions of a batch end in the same column
 
     def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
         self.config = config
-        self.special = special_ids(config.vocab_size)
+        self.special = records.special_ids(config.vocab_size)
         self.names = [stage.name for stage in config.stages(1, 0.0, 1)]
         self.data = records.RecordData(dataset, meta, config, self.longest)
         self.tokenizer = self.data.tokenizer
         self.val_records = self.data.records['val'][:eval_rows]
-        lengths = [self.size(encoded, self.names[0])[0] for encoded in self.data.encoded['train']]
+        lengths = [self.sizes(encoded)[0][0] for encoded in self.data.encoded['train']]
         self.epochs = records.Epochs(lengths, rows_per_step, seed)
         self.epoch_iters = self.epochs.iters
 
-    def size(self, encoded, stage):
-        """(tokens of a record's row as the stage begins, positions that it takes)."""
-        readouts, _, n_mem = self.config.readouts(stage, encoded)
-        block = 0 if n_mem is None else n_mem + 2
-        question = len(encoded.question)
-        return (question + sum(block + len(readout) for readout in readouts),
-                question + max(block * k + len(readout) for k, readout in enumerate(readouts, 1)))
+    def sizes(self, encoded):
+        """For each stage (tokens of a record's row as it begins, positions that it takes)."""
+        sizes = []
+        for stage in self.names:
+            readouts, _, n_mem = self.config.readouts(stage, encoded)
+            block = 0 if n_mem is None else n_mem + 2
+            ends = [block * k + len(readout) for k, readout in enumerate(readouts, 1)]
+            tokens = block * len(readouts) + sum(map(len, readouts))
+            sizes.append((len(encoded.question) + tokens, len(encoded.question) + max(ends)))
+        return sizes
 
     def longest(self, encoded):
-        """The most positions that a record takes; where it has no steps, when it is asked."""
-        names = self.names if encoded.steps else self.names[-1:]
-        return max(self.size(encoded, stage)[1] for stage in names)
+        """The most positions that a record takes; without steps, when it is asked."""
+        sizes = self.sizes(encoded)
+        return max(positions for _, positions in (sizes if encoded.steps else sizes[-1:]))
 
     def rows(self, stage, it, numbers):
         """The rows of these numbers within an iteration's batch."""
@@ -334,29 +330,21 @@ class RiMBatches:
         return rows
 
     def val_row(self, stage, encoded):
-        """The last read-out alone counts: the loss is that of the answer in every stage, with cot of the steps too."""
+        """The last read-out alone counts: that of the answer, in every stage (cot: with the steps)."""
         readouts, _, n_mem = self.config.readouts(stage, encoded)
         return build_row(encoded.question, readouts, [0.0] * (len(readouts) - 1) + [1.0], n_mem, self.special)
 
     def train_batch(self, stage, it, rows):
-        return self.tensors(self.rows(stage, it, rows))
+        return records.row_tensors(self.rows(stage, it, rows), self.align)
 
     def val_batch(self, stage, rows):
         rows = [self.val_row(stage.name, self.data.encoded['val'][i]) for i in rows if i < len(self.val_records)]
-        return self.tensors(rows) if rows else None
-
-    def tensors(self, rows):
-        """Rows as RiM.forward takes them: idx (B,S), targets, weights and at (n,), positions (B,S), readout (B,S)."""
-        questions = [row.kind.count(QUESTION) for row in rows]
-        lead = [max(questions) - n if self.align else 0 for n in questions]
-        batch = records.row_tensors(rows, lead)
-        blocks = any(MEMORY in row.kind for row in rows)
-        return (*batch, records.pad_rows([read_by(row) for row in rows], lead, -1)) if blocks else batch
+        return records.row_tensors(rows, self.align) if rows else None
 
     def table(self, stage, it, n=2):
-        """The first n rows of a batch as text: token, position, kind, block, columns it sees, label, weight."""
+        """The first n rows of a batch as text."""
         rows = self.rows(stage, it, list(range(n)))
-        sees = [memory_mask(torch.tensor([read_by(row)]))[0, 0].tolist() for row in rows]
+        sees = [memory_mask(torch.tensor([records.read_by(row)]))[0, 0].tolist() for row in rows]
         return records.table(rows, sees, self.tokenizer)
 
 
@@ -364,11 +352,11 @@ class RiMBatches:
 
 @dataclass
 class CoconutConfig(MemoryConfig):
-    """Stage j of K has j*M thoughts in place of the first j steps; the last stage has them in place of all."""
+    """Stage j of K has j*M thoughts in place of the first j steps, the last stage in place of all."""
     has_blocks = False  # whose number could be chosen
 
     def stages(self, max_iters, learning_rate, epoch_iters):
-        iters = self.first_iters(max_iters, epoch_iters)
+        iters = iterations(self.epochs, epoch_iters, max_iters)
         edges = [iters * j // self.n_blocks for j in range(self.n_blocks + 1)]
         return [Stage(f'stage{j}', edges[j - 1], edges[j] - edges[j - 1], learning_rate, self.dropout)
                 for j in range(1, self.n_blocks + 1)]
@@ -390,7 +378,9 @@ class GrowingCache(KVCache):
         if self.length:
             k = torch.cat((self.k, k), dim=2)
             v = torch.cat((self.v, v), dim=2)
-        self.k, self.v, self.length = k, v, k.size(2)
+        self.k = k
+        self.v = v
+        self.length = k.size(2)
         return k, v
 
 

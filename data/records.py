@@ -23,8 +23,12 @@ from data import Tokenizer, check_crc32, dataset_folder, is_main, read_text, ret
 
 Encoded = namedtuple('Encoded', 'question steps answer newline')  # token ids; steps: a list of them
 Record = namedtuple('Record', 'question steps answer where')  # where: file and line, for messages
+Row = namedtuple('Row', 'tokens kind block positions targets weights')  # a training row: lists of one entry per token
+QUESTION = 'question'
+MEMORY = 'memory'
+READOUT = 'readout'
 SPECIAL = ['<b>', '<m>', '</b>', '<end>']  # a memory block's begin, its memory tokens, its end; the end of a read-out
-SPLITS = ('train', 'val', 'test')
+Special = namedtuple('Special', 'begin mem close end')  # their ids
 # an exponent has few digits: 1e999999999 would fill the memory
 UNSIGNED = r'(?=\.?\d)(?:\d{1,3}(?:[ ,]\d{3})+|\d*)(?:\.\d+)?(?:[eE][+-]?\d{1,3})?'
 NUMBER = re.compile(rf'\$?([+-]?)\$?({UNSIGNED}(?:/[+-]?{UNSIGNED})?)(?: ?%)?\.?')
@@ -213,6 +217,13 @@ def read_records(path, need_steps=True, meta={}):
 
 # --- batches ---
 
+def special_ids(vocab_size):
+    """The special tokens are the last ids of the vocabulary. Raises UserError if they leave no room for text."""
+    if vocab_size <= len(SPECIAL):
+        raise UserError(f'vocab_size = {vocab_size}: there must be room for {", ".join(SPECIAL)} and for text')
+    return Special(*range(vocab_size - len(SPECIAL), vocab_size))
+
+
 def encode_question(tokenizer, question):
     return tokenizer.encode(question + '\n')  # the newline tells the model that the question is over
 
@@ -240,14 +251,24 @@ def pad_rows(rows, lead, fill):
     return torch.from_numpy(out)
 
 
-def row_tensors(rows, lead):
-    """Rows with lists of tokens, targets, weights and positions, as idx (B,S), targets, weights and at (n,), positions
-    (B,S): at has the places b*S+s where something is learned. lead: columns of padding before each row."""
+def read_by(row):
+    """Of each token of a row the block that it reads out, 0 for question and blocks."""
+    return [block if kind == READOUT else 0 for block, kind in zip(row.block, row.kind)]
+
+
+def row_tensors(rows, align=False):
+    """Rows as idx (B,S), targets, weights and at (n,), positions (B,S) and, where they have blocks, read_by (B,S), -1 for
+    padding. at: the places b*S+s where something is learned. align: let all questions end in the same column."""
+    questions = [row.kind.count(QUESTION) for row in rows]
+    lead = [max(questions) - n if align else 0 for n in questions]  # columns of padding before each row
     idx, targets, weights, positions = (
         pad_rows([getattr(row, name) for row in rows], lead, fill)
         for name, fill in [('tokens', 0), ('targets', -1), ('weights', 0.0), ('positions', 0)])
     at = ((targets >= 0) & (weights > 0)).flatten().nonzero()[:, 0]
-    return idx, targets.flatten()[at], weights.flatten()[at], at, positions
+    batch = idx, targets.flatten()[at], weights.flatten()[at], at, positions
+    if not any(MEMORY in row.kind for row in rows):
+        return batch
+    return *batch, pad_rows([read_by(row) for row in rows], lead, -1)
 
 
 def table(rows, sees, tokenizer):
