@@ -694,5 +694,5 @@ def test_records_with_too_many_steps_or_tokens_are_left_out_and_counted(dataset,
     assert len(batches(dataset, max_steps=2).data.records['train']) == 33
     out = capsys.readouterr().out
     assert '17 of 50 train records are left out, they have more steps than max_steps = 2' in out
-    assert batches(dataset, block_size=19).epoch_iters < 13
-    assert 'do not fit into block_size = 19' in capsys.readouterr().out
+    assert batches(dataset, block_size=18).epoch_iters < 13
+    assert 'do not fit into block_size = 18' in capsys.readouterr().out
