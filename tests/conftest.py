@@ -1,8 +1,10 @@
 """What the tests share: small data sets, a tiny run, several processes."""
 import contextlib
 import json
+import multiprocessing
 import os
 import random
+import runpy
 import socket
 import subprocess
 import sys
@@ -82,7 +84,25 @@ def read_log(folder):
         return [json.loads(line) for line in f]  # a broken line would raise
 
 
-# --- several processes ---
+# --- other processes ---
+
+def train_apart(argv, output):
+    """train.py in this process, what it prints in a file."""
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), stream)
+    sys.argv = ['train.py', *argv]
+    runpy.run_path(os.path.join(ROOT, 'train.py'), run_name='__main__')
+
+
+def start_training(argv, output):
+    """A process of its own that trains; it is forked from one that has the modules already, which take seconds."""
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload(['conftest', 'torch._dynamo'])
+    process = context.Process(target=train_apart, args=(argv, output), daemon=True)
+    process.start()
+    return process
+
+
 
 def free_port():
     """A port below those that the system hands out, so that it is still free when the run gets to it."""

@@ -21,25 +21,21 @@ from config import UserError, machine
 from config.checkpoint import load_checkpoint, save_checkpoint
 from data import records
 from model import GPTConfig
-from conftest import METHOD_SETTINGS, ROOT, arguments, read_log, write_records
+from conftest import METHOD_SETTINGS, ROOT, arguments, read_log, start_training, write_records
 from data.text import TextBatches
 
 LONG = bool(os.environ.get('LONG_TESTS'))
 
 
 @pytest.fixture
-def command(tmp_path, dataset):
-    """command(**settings): the command line of a tiny run whose checkpoints are large enough to be hit while written."""
-    def command(**settings):
+def start(tmp_path, dataset):
+    """start(**settings): a process with a tiny run whose checkpoints are large enough to be hit while written; what it
+    prints is in tmp_path/output."""
+    def start(**settings):
         large = dict(dataset=dataset, n_layer=2, n_embd=128, batch_size=2, max_iters=100_000, eval_rows=2, threads=1,
                      out_dir=tmp_path / 'run', init_from='auto')
-        return [sys.executable, 'train.py', *arguments(**{**large, **settings})]
-    return command
-
-
-def start(command, **how):
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how,
-                            env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'})
+        return start_training(arguments(**{**large, **settings}), tmp_path / 'output')
+    return start
 
 
 def wait_for(path, seconds=60):
@@ -49,50 +45,53 @@ def wait_for(path, seconds=60):
         time.sleep(0.01)
 
 
-def test_kill_at_any_moment_leaves_a_loadable_checkpoint(command, tmp_path):
+def test_kill_at_any_moment_leaves_a_loadable_checkpoint(start, tmp_path):
     """The run saves at every other step, so most kills hit a save or stand right beside one."""
     dice, path, reached = random.Random(1), str(tmp_path / 'run' / 'ckpt.pt'), -1
     for _ in range(200 if LONG else 4):
-        run = start(command())
+        run = start()
         wait_for(path)
         before = os.stat(path).st_mtime_ns
-        while os.stat(path).st_mtime_ns == before and run.poll() is None:  # it has begun to train and to save
+        while os.stat(path).st_mtime_ns == before and run.is_alive():  # it has begun to train and to save
             time.sleep(0.005)
         time.sleep(dice.random() * 0.5)
         run.kill()
-        output = run.communicate()[0]
+        run.join()
+        output = (tmp_path / 'output').read_text()
         checkpoint = load_checkpoint(path)
         train.build_model(checkpoint)
         assert checkpoint['step'] >= reached, output  # nothing that was saved is lost
         reached = checkpoint['step']
     assert reached > 2
     # the log goes on over all these kills without a hole and without an entry twice
-    finished = start(command(max_iters=reached + 5))
-    assert finished.wait(60) == 0, finished.communicate()[0]
+    finished = start(max_iters=reached + 5)
+    finished.join(60)
+    assert finished.exitcode == 0, (tmp_path / 'output').read_text()
     entries = [(e['iter'], 'val_loss' in e) for e in read_log(tmp_path / 'run')]
     assert entries == sorted(set(entries)) and {i for i, val in entries if not val} == set(range(1, reached + 6))
     assert {i for i, val in entries if val} == {*range(0, reached + 6, 2), reached + 5}
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_step_and_saves(command, tmp_path, number):
-    run = start(command(eval_interval=10 ** 6))
+def test_a_signal_finishes_the_step_and_saves(start, tmp_path, number):
+    run = start(eval_interval=10 ** 6)
     wait_for(tmp_path / 'run' / 'best.pt')
     time.sleep(0.3)
-    run.send_signal(number)
-    output = run.communicate(timeout=60)[0]
-    assert run.returncode == 0 and '--init_from=resume' in output
+    os.kill(run.pid, number)
+    run.join(60)
+    output = (tmp_path / 'output').read_text()
+    assert run.exitcode == 0 and '--init_from=resume' in output
     step = int(re.search(r'after step (\d+)', output)[1])
     assert load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))['step'] == step > 0
 
 
-def test_one_run_a_folder(command, run, tmp_path, monkeypatch, capsys):
-    first = start(command())
+def test_one_run_a_folder(start, run, tmp_path, monkeypatch, capsys):
+    first = start()
     wait_for(tmp_path / 'run' / 'log.jsonl')
     with pytest.raises(UserError, match='another run is writing there'):
         run(overwrite=True)
     first.kill()  # however a run ends, the folder is free again
-    first.wait()
+    first.join()
     (tmp_path / 'run' / 'ckpt.pt.123.tmp').touch()  # it was killed while it wrote
     run(overwrite=True)
     assert sorted(os.listdir(tmp_path / 'run')) == ['.lock', 'best.pt', 'ckpt.pt', 'log.jsonl']
