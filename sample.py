@@ -99,7 +99,7 @@ def main(argv):
     elif 'prompt' not in given:
         text = str(saved['meta'].get('example', '')) if asked else tokenizer.start_text()
     known = settings.keys() & inspect.signature(generate).parameters.keys()
-    for name in given.keys() - known - GENERAL:
+    for name in given.keys() - known - (GENERAL - {'stop'} if asked else GENERAL):  # an answer ends by itself
         raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model and has no such setting')
     sampling = {name: settings[name] for name in known}
     torch.manual_seed(seed)
