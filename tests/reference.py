@@ -28,15 +28,16 @@ def norm(ln, x):
     return x / (x.square().mean(-1, keepdim=True) + ln.eps).sqrt() * ln.weight
 
 
-def rotated(u, position, base=10000.0):
-    """RoFormer (2104.09864), section 3.2: u (D,) with its pair i turned by the angle position * base^(-2i/D).
+def rotated(u, positions, base=10000.0):
+    """RoFormer (2104.09864), section 3.2: pair i of row j of u (S,D) turns by the angle positions[j] base^(-2i/D).
 
     Pair i is made of channels i and D/2 + i. The product of two turned vectors depends on their distance alone.
     """
-    D = len(u)
-    a, b = u[:D // 2], u[D // 2:]
-    angle = position * base ** (-torch.arange(D // 2, dtype=u.dtype) * 2 / D)
-    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()))
+    D = u.shape[1]
+    frequency = base ** (-torch.arange(D // 2, dtype=u.dtype) * 2 / D)
+    angle = torch.tensor(positions, dtype=u.dtype)[:, None] * frequency  # (S,D/2)
+    a, b = u.chunk(2, dim=1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), dim=1)
 
 
 def attention(attn, x, positions, visible, key_score, value_score, base=10000.0):
@@ -50,9 +51,9 @@ def attention(attn, x, positions, visible, key_score, value_score, base=10000.0)
     heads = []
     for h in range(attn.n_head):
         w_q, w_k, w_v = (w[h * D:(h + 1) * D] for w in attn.c_attn.weight.split(C))  # (D,C) each
-        q = [rotated(w_q @ x[i], positions[i], base) for i in range(S)]
-        k = torch.stack([rotated(w_k @ x[j], positions[j], base) for j in range(S)])
-        v = torch.stack([value_score[j].exp() * (w_v @ x[j]) for j in range(S)])
+        q = rotated(x @ w_q.T, positions, base)  # (S,D)
+        k = rotated(x @ w_k.T, positions, base)
+        v = value_score.exp()[:, None] * (x @ w_v.T)
         out = []
         for i in range(S):
             seen = [j for j in range(S) if visible(i, j)]
@@ -65,12 +66,9 @@ def attention(attn, x, positions, visible, key_score, value_score, base=10000.0)
 def block(layer, x, positions, visible, key_score, value_score, attention_gate, mlp_gate):
     """A transformer block: x (S,C) -> (S,C). exp(gate) multiplies its two updates; scores and gates are (S,)."""
     update = attention(layer.attn, norm(layer.ln_1, x), positions, visible, key_score, value_score)
-    x = torch.stack([x[i] + attention_gate[i].exp() * update[i] for i in range(len(x))])
-    out = []
-    for i in range(len(x)):
-        inner = F.gelu(layer.mlp.c_fc.weight @ norm(layer.ln_2, x[i]))
-        out.append(x[i] + mlp_gate[i].exp() * (layer.mlp.c_proj.weight @ inner))
-    return torch.stack(out)
+    x = x + attention_gate.exp()[:, None] * update
+    update = F.gelu(norm(layer.ln_2, x) @ layer.mlp.c_fc.weight.T) @ layer.mlp.c_proj.weight.T
+    return x + mlp_gate.exp()[:, None] * update
 
 
 def plain_gpt(model, x, positions, visible=lambda i, j: j <= i):
@@ -82,8 +80,8 @@ def plain_gpt(model, x, positions, visible=lambda i, j: j <= i):
 
 
 def logits(model, x):
-    """One vector (C,) -> (V,)."""
-    return model.lm_head.weight @ norm(model.ln_f, x)
+    """What the last block says, x (..., C) -> (..., V)."""
+    return norm(model.ln_f, x) @ model.lm_head.weight.T
 
 
 # --- Thoughtbubbles ---
@@ -177,9 +175,8 @@ def breath_slots(model, tokens, taken=None):
     x = torch.stack([model.pauses[slot - 1] if slot else model.wte.weight[tokens[token]] for token, slot in slots])
     positions = [token * W + slot if running else token + slot / W for token, slot in slots]
     y = plain_gpt(model, x, positions, visible)
-    z = torch.stack([logits(model, vector) for vector in y])
-    k = torch.stack([model.dont_know.weight[0] @ norm(model.ln_f, vector) for vector in y]) + model.dont_know.bias
-    return z.view(len(tokens), W, -1), k.view(len(tokens), W)
+    k = norm(model.ln_f, y) @ model.dont_know.weight[0] + model.dont_know.bias
+    return logits(model, y).view(len(tokens), W, -1), k.view(len(tokens), W)
 
 
 def breath_text(model, prompt, n, threshold=0.5, skip=False):
@@ -220,8 +217,7 @@ def readout_logits(model, question, blocks_before, readout, n_mem=None):
     </b> predicts the read-out's first token, its own last token predicts <end>. n_mem: M, by default as trained.
     """
     row = question + memory(model, blocks_before, model.config.n_mem if n_mem is None else n_mem) + readout
-    x = plain_gpt(model, model.wte.weight[row], range(len(row)))
-    return torch.stack([logits(model, vector) for vector in x])
+    return logits(model, plain_gpt(model, model.wte.weight[row], range(len(row))))
 
 
 def answer_by_rereading(model, question, blocks, n_mem, limit):

@@ -8,16 +8,20 @@ import bench
 import model as core
 import reference
 from config import UserError
-from cyb import CYB, CYBConfig
-from model import (GPT, MLP, Block, CausalSelfAttention, GPTConfig, KVCache, causal_mask, head_gradients, head_numbers,
-                   left_pad, mean_nll, rotate, sample_token)
-from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
+from model import (GPT, MLP, Block, CausalSelfAttention, GPTConfig, KVCache, causal_mask, head_gradients,
+                   head_numbers, left_pad, mean_nll, rotate, sample_token)
+from train import METHODS
 
 SETTINGS = dict(vocab_size=11, block_size=16, n_layer=2, n_head=2, n_embd=16)
 
 
+def build(method, **settings):
+    config_class, model_class, _ = METHODS[method]
+    return model_class(config_class(**{**SETTINGS, **settings}))
+
+
 def gpt(**settings):
-    return GPT(GPTConfig(**{**SETTINGS, **settings})).double()
+    return build('gpt', **settings).double()
 
 
 # --- attention ---
@@ -33,20 +37,21 @@ def test_attention_equals_the_formula(scored, masked):
     visible = torch.ones(S, S, dtype=torch.bool).tril()
     if masked:
         visible[4:, 1] = False
-    y = attn(x, model.rope(positions), mask=visible[None, None] if masked else None, log_p=log_p if scored else None)
+    y = attn(x, model.rope(positions), mask=visible[None, None] if masked else None,
+             log_p=log_p if scored else None)
     score = log_p[0] if scored else torch.zeros(S).double()
-    expected = reference.attention(attn, x[0], positions[0], lambda i, j: visible[i, j], score, score)
+    expected = reference.attention(attn, x[0], positions[0].tolist(), lambda i, j: visible[i, j], score, score)
     assert (y[0] - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize('rope_base', [100.0, 10000.0])
 def test_the_longest_wavelength_is_that_of_rope_base(rope_base):
     model = gpt(rope_base=rope_base)
-    attn, x, positions = model.layers[0].attn, torch.randn(1, 7, 16).double(), torch.arange(7)[None]
+    attn, x = model.layers[0].attn, torch.randn(1, 7, 16).double()
     torch.nn.init.normal_(attn.c_attn.weight)
     none = torch.zeros(7).double()
-    expected = reference.attention(attn, x[0], positions[0], lambda i, j: j <= i, none, none, rope_base)
-    assert (attn(x, model.rope(positions))[0] - expected).abs().max() < 1e-12
+    expected = reference.attention(attn, x[0], range(7), lambda i, j: j <= i, none, none, rope_base)
+    assert (attn(x, model.rope(torch.arange(7)[None]))[0] - expected).abs().max() < 1e-12
 
 
 def test_model_equals_the_plain_rendering():
@@ -54,8 +59,7 @@ def test_model_equals_the_plain_rendering():
     for p in model.layers.parameters():
         p.data *= 8
     idx = torch.randint(11, (1, 9))
-    x = reference.plain_gpt(model, model.wte.weight[idx[0]], range(9))
-    expected = torch.stack([reference.logits(model, vector) for vector in x])
+    expected = reference.logits(model, reference.plain_gpt(model, model.wte.weight[idx[0]], range(9)))
     assert (model(idx)[0][0] - expected).abs().max() < 1e-10
 
 
@@ -117,7 +121,8 @@ def test_loss_is_cross_entropy_and_ignores():
     targets = torch.randint(11, (2, 6))
     targets[0, :3] = -1
     logits, loss = model(idx)[0], model(idx, targets)[1]
-    expected = [-logits[b, t].log_softmax(0)[targets[b, t]] for b in range(2) for t in range(6) if targets[b, t] >= 0]
+    expected = [-logits[b, t].log_softmax(0)[targets[b, t]]
+                for b in range(2) for t in range(6) if targets[b, t] >= 0]
     assert len(expected) == 9 and abs(loss - sum(expected) / 9) < 1e-12
 
 
@@ -150,7 +155,7 @@ def test_head_numbers_and_gradients_are_those_of_all_logits_at_once(split):
     d_numbers = torch.randn(2, 23).double().unbind()  # each position counts differently in each number
     for g, w in zip(got, want, strict=True):
         assert (g - w).abs().max() < 1e-12
-    for g, w in zip(torch.autograd.grad(got, (y, weight), d_numbers), torch.autograd.grad(want, (y, weight), d_numbers)):
+    for g, w in zip(*(torch.autograd.grad(numbers, (y, weight), d_numbers) for numbers in (got, want))):
         assert (g - w).abs().max() < 1e-12
 
 
@@ -158,8 +163,9 @@ def test_head_gradients_equal_finite_differences(split):
     y, weight, targets = head_inputs(N=12)
     assert torch.autograd.gradcheck(lambda y, weight: head_numbers(y, weight, targets, torch.double), (y, weight))
     # and where one of the two numbers alone is used, or the head alone learns
-    assert torch.autograd.gradcheck(lambda weight: head_numbers(y.detach(), weight, targets, torch.double)[1], weight)
-    assert torch.autograd.gradcheck(lambda y: head_numbers(y, weight.detach(), targets, torch.double)[0], y)
+    fixed_y, fixed_weight = y.detach(), weight.detach()
+    assert torch.autograd.gradcheck(lambda weight: head_numbers(fixed_y, weight, targets, torch.double)[1], weight)
+    assert torch.autograd.gradcheck(lambda y: head_numbers(y, fixed_weight, targets, torch.double)[0], y)
 
 
 def test_mean_nll_through_the_head_is_torchs_cross_entropy(split):
@@ -246,22 +252,24 @@ def test_bfloat16_autocast_keeps_the_heads_numbers_in_float32(tie_weights, monke
         assert p.grad.norm() / want.norm() == pytest.approx(1, abs=0.02)
 
 
-@pytest.mark.parametrize('config', [
-    GPTConfig(), *(ThoughtbubblesConfig(merge=merge) for merge in ('probs', 'residual', 'rightmost')),
-    CYBConfig(W=4), CYBConfig(W=4, objective='tbys')], ids=lambda c: f'{type(c).__name__[:-6]} {vars(c).get("merge", "")}'
-                                                                     f'{vars(c).get("objective", "")}'.strip())
-def test_memory_of_a_step_does_not_grow_with_positions_times_vocabulary(config, monkeypatch):
+@pytest.mark.parametrize('method, settings', [
+    ('gpt', {}), *(('thoughtbubbles', dict(merge=merge)) for merge in ('probs', 'residual', 'rightmost')),
+    ('cyb', dict(W=4)), ('cyb', dict(W=4, objective='tbys')), ('rim', {})], ids=str)
+def test_memory_of_a_step_does_not_grow_with_positions_times_vocabulary(method, settings, monkeypatch):
     monkeypatch.setattr(core, 'chunks', lambda N, V: [slice(i, min(i + 16, N)) for i in range(0, N, 16)])
-    V, T = 16_000, 16
-    vars(config).update(vocab_size=V, block_size=T, n_layer=3, n_head=2, n_embd=16)
-    model = {GPTConfig: GPT, ThoughtbubblesConfig: Thoughtbubbles, CYBConfig: CYB}[type(config)](config)
+    V = 16_000
+    model = build(method, vocab_size=V, n_layer=3, **settings)
 
     def peak(rows):
-        idx = torch.randint(V, (rows, T))
+        idx = torch.randint(V, (rows, 16))
+        targets = (idx,)
+        if method == 'rim':  # targets, their weights, the positions that predict them
+            targets = idx.flatten(), torch.ones(rows * 16), torch.arange(rows * 16)
         model.zero_grad()
-        return bench.peak_memory(lambda: model(idx, idx)[1].backward())
+        return bench.peak_memory(lambda: model(idx, *targets)[1].backward())
     peak(1)
-    assert peak(10) - peak(2) < 8 * T * V * 4 / 4  # one copy of the further logits, of one position per token
+    logits = 8 * model.row_lengths()[1] * V * 4  # bytes of one copy for eight more rows
+    assert peak(10) - peak(2) < logits / 4
 
 
 # --- generation ---
@@ -321,9 +329,11 @@ def test_temperature_flattens_and_top_k_and_top_p_cut():
 
 @pytest.mark.parametrize('settings, drawn', [
     (dict(top_k=1), {1}), (dict(top_k=2), {1, 2}), (dict(top_k=3), {1, 2, 4}), (dict(top_k=9), {0, 1, 2, 3, 4}),
-    (dict(top_p=0.2), {1}), (dict(top_p=0.5), {1, 2}), (dict(top_k=2, top_p=0.5), {1}), (dict(temperature=0), {1})], ids=str)
+    (dict(top_p=0.2), {1}), (dict(top_p=0.5), {1, 2}), (dict(top_k=2, top_p=0.5), {1}),
+    (dict(temperature=0), {1})], ids=str)
 def test_equal_logits_are_cut_by_rank(settings, drawn):
-    logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0]]).expand(400, -1)  # 0.27 for each of the best three, 0.1 for the others
+    # a probability of 0.27 for each of the best three, 0.1 for the others
+    logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0]]).expand(400, -1)
     assert set(sample_token(logits, **{'temperature': 1.0, **settings}).tolist()) == drawn
 
 
@@ -336,7 +346,8 @@ def test_the_order_of_a_draw_does_not_depend_on_a_cut_that_cuts_nothing():
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
 
 
-@pytest.mark.parametrize('settings', [dict(temperature=0), dict(temperature=5.0), dict(top_k=9), dict(top_p=0.99)], ids=str)
+@pytest.mark.parametrize('settings', [dict(temperature=0), dict(temperature=5.0), dict(top_k=9), dict(top_p=0.99)],
+                         ids=str)
 def test_ids_that_are_no_text_are_not_drawn(settings):
     model = gpt(tie_weights=False)
     model.lm_head.weight.data *= 100
@@ -351,14 +362,12 @@ def test_ids_that_are_no_text_are_not_drawn(settings):
 @pytest.mark.parametrize('site', ['embedding', 'attention', 'attention output', 'mlp output'])
 @pytest.mark.parametrize('method', ['gpt', 'thoughtbubbles'])
 def test_dropout_acts_at_each_site_in_training_alone(method, site):
-    settings = dict(SETTINGS, tie_weights=False, dropout=0.5)
-    model = GPT(GPTConfig(**settings)) if method == 'gpt' else \
-        Thoughtbubbles(ThoughtbubblesConfig(**settings, fork_layers=(1,)))
+    model = build(method, n_layer=3, tie_weights=False, dropout=0.5)
     sites = [(model.drop, 'p', 'embedding')]
     for layer in model.layers:
         sites += [(layer.attn, 'dropout', 'attention'), (layer.attn.resid_dropout, 'p', 'attention output'),
                   (layer.mlp.dropout, 'p', 'mlp output')]
-    assert len(sites) == 1 + 3 * 2 and all(getattr(module, name) == 0.5 for module, name, _ in sites)  # as set
+    assert len(sites) == 1 + 3 * 3 and all(getattr(module, name) == 0.5 for module, name, _ in sites)  # as set
     model.set_dropout(0.25)
     assert all(getattr(module, name) == 0.25 for module, name, _ in sites)
     for module, name, where in sites:
@@ -456,8 +465,9 @@ def test_impossible_inputs_are_named():
     model = gpt()
     with pytest.raises(UserError, match='17 tokens is longer than block_size = 16'):
         model(torch.zeros(1, 17, dtype=torch.long))
-    for prompts, settings, named in [([[]], {}, 'prompt is empty'), ([], {}, 'prompt is empty'),
-                                     ([[1]], dict(temperature=-1), 'temperature = -1'), ([[1]], dict(top_p=0), 'top_p = 0')]:
+    for prompts, settings, named in [
+            ([[]], {}, 'prompt is empty'), ([], {}, 'prompt is empty'),
+            ([[1]], dict(temperature=-1), 'temperature = -1'), ([[1]], dict(top_p=0), 'top_p = 0')]:
         with pytest.raises(UserError, match=named):
             model.complete(prompts, 3, **settings)
     assert model.spent([[1]], [[2]]) is None  # the same on every token: nothing to show
