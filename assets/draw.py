@@ -11,7 +11,7 @@ import config
 import data.records
 import thoughtbubbles as tb
 from config.files import write_file
-from rim import MEMORY, QUESTION, READOUT, build_row, memory_mask, read_by
+from rim import build_row, memory_mask
 from train import load
 
 out_dir = 'out/'  # the folder that holds the runs tb_small, cyb_small and rim_small
@@ -141,8 +141,8 @@ def memory(model, first_stage, tokenizer, record):
     encoded = data.records.Encoded(question, steps, tokenizer.encode(record.answer), tokenizer.encode('\n'))
     readouts, weights, n_mem = model.config.readouts('stage1', encoded)
     row = build_row(question, readouts, weights, n_mem, model.special)
-    sees = memory_mask(torch.tensor([read_by(row)]))[0, 0].tolist()
-    sizes = [3 if kind == QUESTION else 14 for kind in row.kind]
+    sees = memory_mask(torch.tensor([data.records.read_by(row)]))[0, 0].tolist()
+    sizes = [3 if kind == 'question' else 14 for kind in row.kind]
     edges = [LEFT + sum(sizes[:i]) for i in range(len(sizes) + 1)]  # of the matrix, across and down
     parts = [words(24, 30, record.question, 'start code'), words(LEFT - 8, 170, f'{len(question)} tokens', 'end')]
     pieces = list(zip(row.kind, row.block))
@@ -150,7 +150,7 @@ def memory(model, first_stage, tokenizer, record):
     for first, end in zip(firsts, [*firsts[1:], len(sizes)]):
         kind, block = pieces[first]
         step = f'step {block + 1}' if block < len(readouts) else 'answer'
-        name = {QUESTION: 'question', MEMORY: f'block {block}', READOUT: step}[kind]
+        name = {'question': 'question', 'memory': f'block {block}', 'readout': step}[kind]
         place = f'translate({(edges[first] + edges[end]) / 2:.0f} {LEFT - 8}) rotate(-40)'
         parts.append(f'<g transform="{place}">{words(0, 0, name, "start")}</g>')
         for i, seen in enumerate(sees):  # a rectangle for what a row of the matrix sees of this piece
@@ -163,7 +163,7 @@ def memory(model, first_stage, tokenizer, record):
         if row.weights[i]:
             parts.append(words(edges[i + 1] + 6, y, '\u2192 ' + sign(tokenizer, row.targets[i]), 'start code'))
     x, y = edges[-1] + 52, LEFT
-    for kind, note in [(QUESTION, 'the question'), (MEMORY, 'a memory block'), (READOUT, 'its own read-out')]:
+    for kind, note in [('question', 'the question'), ('memory', 'a memory block'), ('readout', 'its own read-out')]:
         parts += [box(x, y, 14, 14, kind), words(x + 22, y + 11, 'sees ' + note, 'start')]
         y += 22
     for stage, asked, n in [(1, first_stage, len(readouts)), (2, model, model.config.n_blocks)]:
