@@ -163,7 +163,7 @@ def memory(model, first_stage, tokenizer, record):
         if row.weights[i]:
             parts.append(words(edges[i + 1] + 6, y, '\u2192 ' + sign(tokenizer, row.targets[i]), 'start code'))
     x, y = edges[-1] + 52, LEFT
-    for kind, note in [('question', 'the question'), ('memory', 'a memory block'), ('readout', 'its own read-out')]:
+    for kind, note in ('question', 'the question'), ('memory', 'a memory block'), ('readout', 'its own read-out'):
         parts += [box(x, y, 14, 14, kind), words(x + 22, y + 11, 'sees ' + note, 'start')]
         y += 22
     for stage, asked, n in [(1, first_stage, len(readouts)), (2, model, model.config.n_blocks)]:
