@@ -91,13 +91,14 @@ def training_step():
     compare_steps([('gpt', 'gpt', SMALL),
                    ('gpt again (the noise)', 'gpt', SMALL),
                    ('copy-2', 'thoughtbubbles', dict(SMALL, fork_layers=(), copies=2, merge='rightmost')),
-                   *((f'thoughtbubbles kappa {kappa} {merge}', 'thoughtbubbles', dict(SMALL, kappa=kappa, merge=merge))
+                   *((f'thoughtbubbles kappa {kappa} {merge}', 'thoughtbubbles',
+                      dict(SMALL, kappa=kappa, merge=merge))
                      for kappa in (2, 4) for merge in ('probs', 'residual'))])
 
 
 def wide_vocabulary():
-    """Each method at GPT-2's vocabulary, where the head is nearly all of a small model, beside a plain GPT whose loss
-    holds all logits at once."""
+    """Each method at GPT-2's vocabulary, where the head is nearly all of a small model, beside a plain GPT whose
+    loss holds all logits at once."""
     size = dict(SMALL, vocab_size=50257, rows=4)
     compare_steps([('gpt, whole logits', 'whole', size),
                    ('gpt', 'gpt', size),
@@ -127,7 +128,7 @@ def generating():
 
 def answering():
     """From a question to the first token of its answer, with random weights of the size of tb_small: memory blocks
-    join the prefill, Coconut takes a pass per thought, written steps (24 tokens, about four steps) one per token."""
+    join the prefill, Coconut takes a pass per thought, written steps (24 tokens, about four) one per token."""
     print(f'{"time to the first token":32s} {"question":>8s} {"ms":>8s} {"time x":>8s}')
     for length in (64, 192):
         size = dict(SMALL, block_size=256)

@@ -43,8 +43,8 @@ progress = partial(tqdm, disable=None, leave=False)
 
 
 # --- measures: (model, on) -> {name: number or table}, a table is a list of dicts of the same keys ---
-# rows: validation batches; slow: the first slow_rows of them; batches: where they come from; models: path -> model,
-# this one and those beside it; n_rows, n_mem, batch_size: as set
+# rows: validation batches; slow: the first slow_rows of them; batches: where they come from; models: path -> model
+# for this one and those beside it; n_rows, n_mem, batch_size: as set
 On = namedtuple('On', 'rows slow batches models n_rows n_mem batch_size')
 
 def losses(model, on):

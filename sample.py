@@ -98,7 +98,7 @@ def main(argv):
         text = str(saved['meta'].get('example', '')) if asked else tokenizer.start_text()
     known = settings.keys() & inspect.signature(generate).parameters.keys()
     for name in given.keys() - known - (GENERAL - {'stop'} if asked else GENERAL):  # an answer ends by itself
-        raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model, which has no such setting')
+        raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model without that setting')
     sampling = {name: settings[name] for name in known}
     torch.manual_seed(seed)
     if asked:

@@ -47,8 +47,7 @@ class ThoughtbubblesConfig(GPTConfig):
         if len(set(self.fork_layers)) < len(self.fork_layers):
             raise UserError(f'fork_layers = {self.fork_layers}: each layer may be named once')
         if not 1 <= self.kappa <= 1e6:
-            raise UserError(f'kappa = {self.kappa}: must be at least 1, since a token keeps its original, and at most '
-                            '1e6')
+            raise UserError(f'kappa = {self.kappa}: must be from 1, since every token keeps its original, to 1e6')
         if not math.isfinite(self.keep_bias):
             raise UserError(f'keep_bias = {self.keep_bias}: must be a number')
         check_choice(vars(self), 'merge', 'probs residual rightmost')
