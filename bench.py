@@ -1,6 +1,6 @@
 """Speed and memory as ratios within one run: python bench.py [--part=train]
 
-Every case is timed in turn, round after round, and the median taken, so that a slow moment of the machine hits all.
+Every case is timed in turn, round after round, and the median taken: a slow moment of the machine hits all.
 """
 import os
 import statistics
@@ -26,7 +26,7 @@ SMALL = dict(vocab_size=65, block_size=64, n_layer=4, n_head=4, n_embd=128)  # c
 
 
 def build(method, rows=None, **settings):
-    """A model with random weights and its training step on batch_size or `rows` rows, a function without arguments."""
+    """A model with random weights and its training step on batch_size or `rows` rows, as a function."""
     config_class, model_class, _ = METHODS[method] if method != 'whole' else (GPTConfig, WholeLogits, None)
     torch.manual_seed(0)
     model = model_class(config_class(**settings)).to(device)
@@ -92,12 +92,13 @@ def training_step():
                    ('gpt again (the noise)', 'gpt', SMALL),
                    ('copy-2', 'thoughtbubbles', dict(SMALL, fork_layers=(), copies=2, merge='rightmost')),
                    *((f'thoughtbubbles kappa {kappa} {merge}', 'thoughtbubbles',
-                      dict(SMALL, kappa=kappa, merge=merge)) for kappa in (2, 4) for merge in ('probs', 'residual'))])
+                      dict(SMALL, kappa=kappa, merge=merge))
+                     for kappa in (2, 4) for merge in ('probs', 'residual'))])
 
 
 def wide_vocabulary():
-    """Each method at GPT-2's vocabulary, where the head is nearly all of a small model. `whole logits` is a plain GPT whose
-    loss holds all logits at once, as most do; so many as W = 4 slots a token need, on the last line but two."""
+    """Each method at GPT-2's vocabulary, where the head is nearly all of a small model, beside a plain GPT whose
+    loss holds all logits at once."""
     size = dict(SMALL, vocab_size=50257, rows=4)
     compare_steps([('gpt, whole logits', 'whole', size),
                    ('gpt', 'gpt', size),
@@ -110,7 +111,8 @@ def wide_vocabulary():
 
 class WholeLogits(GPT):
     def nll(self, x, targets):
-        return F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), reduction='none').view(targets.shape)
+        nll = F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), reduction='none')
+        return nll.view(targets.shape)
 
 
 def generating():
@@ -125,8 +127,8 @@ def generating():
 
 
 def answering():
-    """From a question to the first token of its answer, with random weights of the size of tb_small: memory blocks join
-    the prefill, Coconut takes a pass per thought, written steps (24 tokens, about four steps) one per token."""
+    """From a question to the first token of its answer, with random weights of the size of tb_small: memory blocks
+    join the prefill, Coconut takes a pass per thought, written steps (24 tokens, about four) one per token."""
     print(f'{"time to the first token":32s} {"question":>8s} {"ms":>8s} {"time x":>8s}')
     for length in (64, 192):
         size = dict(SMALL, block_size=256)
@@ -139,7 +141,8 @@ def answering():
         for _ in range(20 * rounds):
             for train_on, model in models.items():
                 new = 25 if train_on == 'cot' else 1
-                times.setdefault(train_on, []).append(seconds(lambda: model.answers([question], max_new_tokens=new)))
+                taken = seconds(lambda: model.answers([question], max_new_tokens=new))
+                times.setdefault(train_on, []).append(taken)
         medians = {train_on: statistics.median(t) for train_on, t in times.items()}
         for train_on, t in medians.items():
             print(f'{train_on:32s} {length:8d} {t * 1e3:8.2f} {t / medians["sft"]:8.2f}')

@@ -4,8 +4,8 @@
     reads     R  .  .    O  .  .    M  .  .
     says      ?  O       M          ?  ?  E          the first answer counts; the world may force one earlier
 
-Every token is followed by W-1 pauses and so has W slots, in which the model may answer with the next token. The loss
-is over the random slot S at which the output happens: the first where the model answers or the world stops it.
+Every token is followed by W-1 pauses and so has W slots, in which the model may answer with the next token. The
+loss is over the random slot S at which the output happens: where the model answers or the world stops it.
 
 B batch, T tokens, W slots, C width, V vocabulary; z logits of the V tokens, k logit of <don't know>;
 d = P(don't know), t = P(target | an answer) of a slot; omega: when the world stops; gamma: the discount of a slot.
@@ -25,9 +25,9 @@ from model import (GPT, GPTConfig, GREEDY, KVCache, causal_mask, check_sampling,
 @dataclass
 class CYBConfig(GPTConfig):
     W: int = 2  # slots per token: itself and W-1 pauses
-    omega: str | tuple = 'last'  # when the world stops: last (never early) | uniform | first | geometric | W numbers
+    omega: str | tuple = 'last'  # when the world stops: last | uniform | first | geometric | W numbers
     gamma0: float = 1.0  # discount per slot, below 1 rewards early answers; in training alone
-    d_init: float = 0.5  # P(don't know) before training; 1/(V+1), as of any output, leaves slot 2 hardly a gradient
+    d_init: float = 0.5  # P(don't know) before training; 1/(V+1) would leave slot 2 hardly a gradient
     objective: str = 'cyb'  # cyb | tbys (baseline: cross-entropy in the last slot, no <don't know>)
     see_pauses: bool = True  # False: later tokens do not see a token's pauses and positions count tokens
 
@@ -43,7 +43,7 @@ class CYBConfig(GPTConfig):
         check_choice(vars(self), 'objective', 'cyb tbys')
         stopping_distribution(self.omega, self.W)
         if self.objective == 'tbys' and (self.omega != 'last' or self.gamma0 != 1):
-            raise UserError(f'omega = {self.omega}, gamma0 = {self.gamma0}: they have no effect with objective = tbys')
+            raise UserError(f'omega = {self.omega}, gamma0 = {self.gamma0}: no effect with objective = tbys')
 
     @property
     def row_size(self):
@@ -90,8 +90,8 @@ def stop_log_probs(gap, omega):
 
 
 def cyb_loss(target_logit, dont_know, lse, omega, gamma):
-    """-log sum_i Pr(S=i) gamma_i t_i in nats, (...), where t_i = exp(target_logit - lse) is the target's probability
-    given that slot i answers.
+    """-log sum_i Pr(S=i) gamma_i t_i in nats, (...), where t_i = exp(target_logit - lse) is the target's
+    probability given that slot i answers.
 
     target_logit, dont_know, lse = logsumexp(z): (..., W) each. omega, gamma: W numbers each.
     """
@@ -126,10 +126,11 @@ class CYB(GPT):
         return torch.where((idx >= V)[..., None], self.pauses[(idx - V).clamp(min=0)], x)
 
     def slot_outputs(self, ids, index, slot, pad=None, cache=None):
-        """Slots `slot` (0...W-1) of tokens `index` of a row, with their ids, (B,S) each -> the last block's output (B,S,C).
+        """Slots `slot` (0...W-1) of tokens `index` of a row, with their ids, (B,S) each -> the last block's output
+        (B,S,C). pad: bool (B, cached + S). cache: KVCaches.
 
-        Positions run on over the slots. Where pauses stay unseen, the token keeps a plain GPT's position and its pauses
-        stand between it and the next one. pad: bool (B, cached + S). cache: KVCaches.
+        Positions run on over the slots. Where pauses stay unseen, the token keeps a plain GPT's position and its
+        pauses stand between it and the next one.
         """
         positions = index * self.config.W + slot
         if not self.config.see_pauses:
@@ -160,7 +161,7 @@ class CYB(GPT):
         return self.slot_outputs(ids, index, order % W, pad).view(B, T, W, -1)
 
     def dont_know_logit(self, y):
-        """k (...) from the normed output y (..., C) of a slot, never in half precision: d may be next to 0 or 1."""
+        """k (...) from a slot's normed output y (..., C), never in half precision: d may be next to 0 or 1."""
         with torch.autocast(y.device.type, enabled=False):
             return self.dont_know(y.to(self.dont_know.weight.dtype))[..., 0]
 
@@ -188,10 +189,10 @@ class CYB(GPT):
 
     @torch.no_grad()
     def paced(self, rows, choose, pauses):
-        """Let the rows (SlotRows) grow, each at its own pace, until all have ended; yield after each forward pass a list
-        with every row's (new token, slots taken), None where it paused or has ended.
+        """Let the rows (SlotRows) grow, each at its own pace, until the caller has ended all; yield after each
+        forward pass a list with every row's (new token, slots taken), None where it paused or has ended.
 
-        choose: logits (B,V) -> B tokens. pauses: probability of <don't know> (B,) -> B bools. The caller ends rows.
+        choose: logits (B,V) -> B tokens. pauses: probability of <don't know> (B,) -> B bools.
         """
         with eval_mode(self):
             while any(rows.live):
@@ -211,10 +212,10 @@ class CYB(GPT):
                     elif rows.live[r]:
                         rows.pause(r)
 
-    def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None, use_cache=True,
-                 n_text=None, pace='model', threshold=0.5, skip_unused_pauses=False):
-        """As GPT.generate, each row at its own pace: a step is one forward pass, in which some rows yield None because
-        they pause. Leaves the slots that each new token took in self.slots, a list of ints per row.
+    def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None,
+                 use_cache=True, n_text=None, pace='model', threshold=0.5, skip_unused_pauses=False):
+        """As GPT.generate, each row at its own pace: a step is one forward pass, in which some rows yield None
+        because they pause. Leaves the slots that each new token took in self.slots, a list of ints per row.
 
         pace: 'model' pauses with probability d, at temperature 0 where d > threshold; 'first' never pauses, 'all'
         takes W slots always, as TBYS does, in one forward pass. top_k and top_p shape the answer alone.
@@ -264,7 +265,8 @@ class CYB(GPT):
     def load_pretrained(self, state):
         """As GPT.load_pretrained. From a plain GPT, d is at most d_init at first."""
         plain = 'pauses' not in state and 'dont_know.weight' not in state
-        if plain and 'wpe.weight' in state and self.config.see_pauses:  # running positions: slots start where their token was
+        if plain and 'wpe.weight' in state and self.config.see_pauses:
+            # positions run on over the slots: each starts where its token was
             state = {**state, 'wpe.weight': state['wpe.weight'].repeat_interleave(self.config.W, dim=0)}
         new = super().load_pretrained(state)
         if 'dont_know.weight' in new:
@@ -282,12 +284,12 @@ class CYB(GPT):
 class SlotRows:
     """The texts of a batch while they grow, each at its own pace, over one KV cache.
 
-    A forward pass feeds every row the slots that it has pending, with padding on the left of those that have fewer;
-    the padding takes up columns of the cache, which stay masked for that row.
+    A forward pass feeds every row the slots that it has pending, with padding on the left of those that have
+    fewer; the padding takes up columns of the cache, which stay masked for that row.
     """
 
     def __init__(self, model, prompts, opening=1, keep_unused=True, use_cache=True):
-        """opening: slots that a new token gets without asking. keep_unused: feed the pauses that were not taken."""
+        """opening: slots that a new token gets without asking. keep_unused: feed pauses that were not taken."""
         self.model = model
         self.use_cache = use_cache
         self.cache = None
@@ -348,7 +350,7 @@ class SlotRows:
         device = self.model.wte.weight.device
         V = self.model.config.vocab_size
         n = max(len(s) - len(c) for s, c in zip(self.slots, self.columns))
-        if self.cache is None or self.pad.size(1) + n > self.capacity:  # at the start, after a slide, or when it is full
+        if self.cache is None or self.pad.size(1) + n > self.capacity:  # at first, after a slide, when it is full
             self.pad = torch.zeros(len(self.slots), 0, dtype=torch.bool, device=device)
             self.cache = [KVCache(self.capacity) for _ in self.model.layers] if self.use_cache else None
             self.columns = [[] for _ in self.slots]

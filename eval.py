@@ -43,8 +43,8 @@ progress = partial(tqdm, disable=None, leave=False)
 
 
 # --- measures: (model, on) -> {name: number or table}, a table is a list of dicts of the same keys ---
-# rows: validation batches; slow: the first slow_rows of them; batches: where they come from; models: path -> model, this one
-# and those beside it; n_rows, n_mem, batch_size: as set
+# rows: validation batches; slow: the first slow_rows of them; batches: where they come from; models: path -> model
+# for this one and those beside it; n_rows, n_mem, batch_size: as set
 On = namedtuple('On', 'rows slow batches models n_rows n_mem batch_size')
 
 def losses(model, on):
@@ -80,8 +80,8 @@ def prefixes(model, on):
 
 
 def slot_numbers(model, idx, targets):
-    """Of the N tokens with a target: log t, logsumexp(z) - k and whether the target is the likeliest token, all (N,W);
-    the second is None for TBYS. The logits exist for a few tokens at a time."""
+    """Of the N tokens with a target: log t, logsumexp(z) - k and whether the target is the likeliest token, all
+    (N,W); the second is None for TBYS. The logits exist for a few tokens at a time."""
     counted = targets >= 0
     y = model.ln_f(model.every_slot(idx))[counted]  # (N,W,C)
     target = targets[counted][:, None].expand(y.shape[:-1])
@@ -154,7 +154,8 @@ def slots(model, on):
             'r(d, gain) within slots': r, 'p': p, 'slots': table,
             **{f'calibration of slot {i + 1}': calibration(d[:, i], gain[:, i]) for i in range(W - 1)},
             'tokens that pause longest and shortest': [
-                {'token': repr(on.batches.tokenizer.decode([t])), 'slots taken': mean[t].item(), 'seen': count[t].item()} for t in named]}
+                {'token': repr(on.batches.tokenizer.decode([t])), 'slots taken': mean[t].item(),
+                 'seen': count[t].item()} for t in named]}
 
 
 def skipping(model, on):
@@ -191,8 +192,8 @@ def skipping(model, on):
 
 
 def answers(model, on):
-    """Records: exact-match accuracy on the test split. One prefill of 2K blocks serves for every number of blocks, since
-    no block sees a later one; pass@8 draws eight answers at temperature 1."""
+    """Records: exact-match accuracy on the test split. One prefill of 2K blocks serves for every number of blocks,
+    since no block sees a later one; pass@8 draws eight answers at temperature 1."""
     asked = on.batches.data.test_records(on.n_rows)
     c, tokenizer = model.config, on.batches.tokenizer
     blocks = 0
@@ -217,13 +218,15 @@ def answers(model, on):
     if blocks:
         numbers['any block'] = by_block[:, :c.n_blocks].any(1).mean().item()
         numbers['block of the last step'] = own.mean().item()
-        numbers['accuracy by blocks'] = [{'blocks': k + 1, 'accuracy': by_block[:, k].mean().item()} for k in range(blocks)]
+        numbers['accuracy by blocks'] = [{'blocks': k + 1, 'accuracy': by_block[:, k].mean().item()}
+                                         for k in range(blocks)]
     return numbers
 
 
 def time_answer(model, tokenizer, question, n_mem):
-    """Seconds from the question to the answer's first token, and to its end; written steps come before the answer."""
-    tokens, times, start = [], [], time.perf_counter()
+    """Seconds from the question to the answer's first token, and to its end; written steps come before it."""
+    tokens, times = [], []
+    start = time.perf_counter()
     cache, pad, points = model.prefill([records.encode_question(tokenizer, question)], n_mem=n_mem)
     for token, *_ in model.read(cache, pad, points[-1], model.config.block_size):
         tokens.extend(token.tolist())
@@ -235,8 +238,8 @@ def time_answer(model, tokenizer, question, n_mem):
 
 
 def answer_times(model, on):
-    """Records: how long an answer takes, the medians of ten questions; all models answer each question in turn, so that
-    a slow moment of the machine hits all."""
+    """Records: how long an answer takes, the medians of ten questions; all models answer each question in turn, so
+    that a slow moment of the machine hits all."""
     asked = on.batches.data.test_records(min(10, on.n_rows))
     times = {path: [] for path in on.models}
     for record in progress([asked[0], *asked], 'times'):  # the first question once more, to warm up
@@ -252,8 +255,8 @@ def answer_times(model, on):
 
 
 def block_states(model, on):
-    """Reasoning in Memory: the last block's output at the end of each memory block, for up to 100 questions, in the
-    plane of its two principal components."""
+    """Reasoning in Memory: the last block's output at the end of each memory block, for up to 100 questions, in
+    the plane of its two principal components."""
     if not model.config.has_blocks:
         return {}
     questions = [records.encode_question(on.batches.tokenizer, record.question)
@@ -299,8 +302,8 @@ def print_numbers(numbers, unit):
 
 
 def draw(numbers, title, path):
-    """A panel per table: its second column over its first, the third as colour for POINTS. Returns whether matplotlib
-    is there."""
+    """A panel per table: its second column over its first, the third as colour for POINTS. Returns whether
+    matplotlib is there."""
     try:
         import matplotlib
     except ImportError:
@@ -311,7 +314,8 @@ def draw(numbers, title, path):
               if isinstance(value, list) and value and not isinstance(list(value[0].values())[1], str)}
     if not tables:
         return False
-    figure, panels = pyplot.subplots(1, len(tables), figsize=(5 * len(tables), 4), squeeze=False, layout='constrained')
+    size = 5 * len(tables), 4
+    figure, panels = pyplot.subplots(1, len(tables), figsize=size, squeeze=False, layout='constrained')
     for panel, (name, table) in zip(panels[0], tables.items()):
         x, y = list(table[0])[:2]
         across = [row[x] if isinstance(row[x], float) else str(row[x]).replace('$', r'\$') for row in table]
@@ -367,10 +371,10 @@ def main(argv):
     unit = data.UNIT[meta['kind']]
     print(title)
     print_numbers(numbers, unit)
-    stem = os.path.splitext(path)[0]
-    target = output or (os.path.join(os.path.dirname(path), 'eval') if os.path.basename(stem) == 'ckpt' else stem + '_eval')
-    about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name, 'unit of loss': unit,
-             'model_config': saved['model_config']}
+    folder, file = os.path.split(path)
+    target = output or os.path.join(folder, 'eval' if file == 'ckpt.pt' else os.path.splitext(file)[0] + '_eval')
+    about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
+             'unit of loss': unit, 'model_config': saved['model_config']}
     write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))
     print(f'\nwritten to {target}.json' + (f' and {target}.png' if draw(numbers, title, target + '.png') else ''))
 

@@ -1,7 +1,7 @@
 """Text from a checkpoint alone: python sample.py --out_dir=out/tb_small --prompt="ROMEO:" --show=True
 
---show=True colours every token by what the model spent on it: streams held, or slots taken. A model trained on records
-answers the question in --prompt; --show=True then prints what is read after each memory block, with its probability.
+--show=True colours every token by what the model spent on it: streams held, or slots taken. A model trained on
+records answers the question in --prompt; --show=True then prints what is read after each memory block.
 A training config in place of --out_dir, as in python sample.py config/tb_small.py, tells where its run is.
 """
 import inspect
@@ -14,11 +14,9 @@ import torch
 import config
 import train
 from config import UserError
-from config.checkpoint import load_checkpoint
-from config.machine import choose_device
 from data import Tokenizer, UNIT, read_text
 from data.records import blocks_text, encode_question
-from train import METHODS, build_model
+from train import METHODS, open_checkpoint
 
 out_dir = 'out/tb_small'  # the run whose checkpoint is read
 checkpoint = ''  # a checkpoint's path or a run's folder instead, such as out/tb_small/best.pt
@@ -32,7 +30,7 @@ top_p = 1.0  # draw from the likeliest tokens that together have this probabilit
 stop = ''  # end a continuation at this token's text
 seed = 1337  # of the draws
 pace = 'model'  # Catch Your Breath: a token pauses as the model wants (model), never (first) or always (all)
-threshold = 0.5  # Catch Your Breath at temperature 0: pause where P(don't know) is above; otherwise pauses are drawn
+threshold = 0.5  # Catch Your Breath at temperature 0: pause where P(don't know) is above; else pauses are drawn
 skip_unused_pauses = False  # Catch Your Breath: leave pauses that no token took out of the context
 n_blocks = 0  # Reasoning in Memory: memory blocks after the question, 0 = as trained
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
@@ -56,7 +54,8 @@ def coloured(tokenizer, tokens, effort, unit, terminal):
     def paint(text, e):
         back, front = COLOURS[min(e, len(COLOURS)) - 1]
         text = text.replace('\n', '\u21b5\n')  # a line break has a colour too
-        return '\n'.join(f'\033[48;5;{back}m\033[38;5;{front}m{line}\033[0m' if line else '' for line in text.split('\n'))
+        return '\n'.join(f'\033[48;5;{back}m\033[38;5;{front}m{line}\033[0m' if line else ''
+                         for line in text.split('\n'))
     text = ''.join(tokenizer.decode([t]) if e is None else paint(tokenizer.decode([t]), e)
                    for t, e in zip(tokens, effort))
     legend = ' '.join(paint(f' {e} ', e) for e in sorted(set(known)))
@@ -72,12 +71,11 @@ def load_settings(script, argv):
 
 
 def open_model(path, device):
-    """(path, checkpoint, its model) from a checkpoint's path or a run's folder; says on stderr what was read."""
-    path = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
-    saved = load_checkpoint(path)
-    model = build_model(saved, path).to(choose_device(device)[0]).eval()
-    best = saved['best_val_loss']
-    loss = f'best validation loss {best:.4f} {UNIT[saved["meta"]["kind"]]}' if math.isfinite(best) else 'not evaluated yet'
+    """As train.open_checkpoint, and says on stderr what was read."""
+    path, saved, model = open_checkpoint(path, device)
+    loss = 'not evaluated yet'
+    if math.isfinite(saved['best_val_loss']):
+        loss = f'best validation loss {saved["best_val_loss"]:.4f} {UNIT[saved["meta"]["kind"]]}'
     print(f'{path}: {saved["method"]}, step {saved["step"]}, {loss}', file=sys.stderr)
     return path, saved, model
 
@@ -100,7 +98,7 @@ def main(argv):
         text = str(saved['meta'].get('example', '')) if asked else tokenizer.start_text()
     known = settings.keys() & inspect.signature(generate).parameters.keys()
     for name in given.keys() - known - (GENERAL - {'stop'} if asked else GENERAL):  # an answer ends by itself
-        raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model and has no such setting')
+        raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model without that setting')
     sampling = {name: settings[name] for name in known}
     torch.manual_seed(seed)
     if asked:
@@ -126,7 +124,9 @@ def main(argv):
     live = num_samples == 1 and not show
     written = ''
     new = [[] for _ in range(num_samples)]
-    for step in generate([ids] * num_samples, n_text=tokenizer.n_text, stop_token=stop_ids[0] if stop_ids else None, **sampling):
+    sampling['n_text'] = tokenizer.n_text
+    sampling['stop_token'] = stop_ids[0] if stop_ids else None
+    for step in generate([ids] * num_samples, **sampling):
         for row, token in zip(new, step):
             if token is not None:
                 row.append(token)

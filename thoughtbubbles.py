@@ -9,8 +9,8 @@
     merge           h   +--+--+      +--+          a token's streams, weighted by p, predict its successor
     position        0   1/3 2/3 1   1 1/2 2
 
-The state between blocks is x (B,S,C), log_p (B,S) the log of each stream's cumulative score, and src (B,S) the index
-of the token it belongs to. src never decreases along a row, and a token's original is its right-most stream.
+The state between blocks is x (B,S,C), log_p (B,S) the log of each stream's cumulative score, and src (B,S) the
+index of its token. src never decreases along a row, and a token's original is its right-most stream.
 """
 import math
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class ThoughtbubblesConfig(GPTConfig):
     attenuate_attention: bool = True  # False (ablation): scores gate the residual updates only
     random_forks: bool = False  # True (ablation): which streams survive is drawn at random
     copies: int = 1  # baseline copy-N: repeat every input token; the paper's has fork_layers=() merge=rightmost
-    keep_bias: float = 0.0  # added to the keep logit; not in the paper, above 0 originals start nearly unattenuated
+    keep_bias: float = 0.0  # added to the keep logit; ours: above 0 originals start nearly unattenuated
 
     shape = (*GPTConfig.shape, 'fork_layers', 'copies', 'keep_bias')
 
@@ -42,13 +42,12 @@ class ThoughtbubblesConfig(GPTConfig):
         super().__post_init__()
         for layer in self.fork_layers:
             if type(layer) is not int or not 0 <= layer < self.n_layer:
-                raise UserError(f'fork_layers = {self.fork_layers}: {layer} is not a block of n_layer = {self.n_layer}; '
-                                f'give whole numbers from 0 to {self.n_layer - 1}')
+                raise UserError(f'fork_layers = {self.fork_layers}: {layer} is not a block of n_layer = '
+                                f'{self.n_layer}; give whole numbers from 0 to {self.n_layer - 1}')
         if len(set(self.fork_layers)) < len(self.fork_layers):
             raise UserError(f'fork_layers = {self.fork_layers}: each layer may be named once')
         if not 1 <= self.kappa <= 1e6:
-            raise UserError(f'kappa = {self.kappa}: must be at least 1, since every token keeps its original, and at most '
-                            '1e6')
+            raise UserError(f'kappa = {self.kappa}: must be from 1, since every token keeps its original, to 1e6')
         if not math.isfinite(self.keep_bias):
             raise UserError(f'keep_bias = {self.keep_bias}: must be a number')
         check_choice(vars(self), 'merge', 'probs residual rightmost')
@@ -68,14 +67,14 @@ def is_original(src):
 def select(log_p, src, scores, limit, random=False):
     """Which streams go on after a fork step (section 3 of the paper).
 
-    log_p, src: (B,S). scores (B,S,2): logits of fork and keep. limit: streams that go on, an int, or (B,) where rows
-    are padded. Returns parent (B,n), is_fork (B,n) bool and the new log_p (B,n), in stream order.
+    log_p, src: (B,S). scores (B,S,2): logits of fork and keep. limit: streams that go on, an int, or (B,) where
+    rows are padded. Returns parent (B,n), is_fork (B,n) bool and the new log_p (B,n), in stream order.
     """
     a = F.logsigmoid(scores).clamp(min=MIN_LOG_SCORE)
     candidates = (log_p[..., None] + a).flatten(1)  # (B,2S): each copy to the left of its parent
     rank = torch.rand_like(candidates) if random else candidates.detach()
     rank = rank.masked_fill(~alive(log_p).repeat_interleave(2, dim=1), -math.inf)
-    # the right-most candidate of each token always goes on; only its rank is forced, its score stays the learned one
+    # the right-most candidate of each token always goes on: its rank is forced, its score stays the learned one
     original = is_original(src)
     forced = torch.stack((torch.zeros_like(original), original), dim=-1).flatten(1)
     rank = rank.masked_fill(forced, math.inf)
@@ -126,7 +125,7 @@ class Fork(nn.Module):
 
     def forward(self, x, log_p, src, limit):
         """x (B,S,C), log_p and src (B,S) -> the same for the streams that go on."""
-        with torch.autocast(x.device.type, enabled=False):  # scores multiply over layers and decide ties: keep float32
+        with torch.autocast(x.device.type, enabled=False):  # scores multiply over layers and decide: in float32
             scores = self.score(self.ln(x.to(self.score.weight.dtype)))  # (B,S,2)
         fork, keep = scores.unbind(dim=-1)
         scores = torch.stack((fork, keep + self.config.keep_bias), dim=-1)
@@ -143,12 +142,12 @@ class Thoughtbubbles(GPT):
         self.plain = not self.forks and config.copies == 1  # one stream per token: the plain GPT
 
     def budget(self, tokens):
-        return math.ceil(round(self.config.kappa * tokens, 6))  # rounded first: 1.1 * 10 is not 11 in floating point
+        return math.ceil(round(self.config.kappa * tokens, 6))  # 1.1 * 10 is not 11 in floating point
 
     def streams(self, idx, pad=None):
-        """Token ids (B,T) -> x (B,S,C), log_p (B,S), src (B,S) after the last block. pad: bool (B,T), True = padding.
+        """Token ids (B,T) -> x (B,S,C), log_p (B,S), src (B,S) after the last block.
 
-        Raises UserError when the row does not fit into block_size.
+        pad: bool (B,T), True = padding. Raises UserError when the row does not fit into block_size.
         """
         B, T = idx.shape
         self.check_length(T)
@@ -192,12 +191,12 @@ class Thoughtbubbles(GPT):
         return merged.scatter_add(1, src[..., None].expand_as(x), x)
 
     def merge_probs(self, x, log_p, src, T):
-        """merge='probs': streams x (B,S,C) -> log-probabilities (B,T,V), a token's streams averaged with weights p."""
+        """merge='probs': streams x (B,S,C) -> log-probabilities (B,T,V), averaged over a token's streams by p."""
         log_w = token_weights(log_p, src, T)
         return token_logsumexp(self.logits(x).log_softmax(dim=-1) + log_w[..., None], src, T)
 
     def forward(self, idx, targets=None, pad=None):
-        """As GPT.forward. With targets and merge='probs' only the target's probability is averaged, not all V of them."""
+        """As GPT.forward. With targets, merge='probs' averages the target's probability alone, not all V."""
         if self.plain or self.config.merge != 'probs':
             return super().forward(idx, targets, pad)
         x, log_p, src = self.streams(idx, pad)
@@ -224,8 +223,8 @@ class Thoughtbubbles(GPT):
 
     @torch.no_grad()
     def spent(self, prompts, new):
-        """How many streams each token of prompts + new holds after the last block, in one pass over the last block_size
-        tokens of the finished text; the ones before are None."""
+        """How many streams each token of prompts + new holds after the last block, in one pass over the last
+        block_size tokens of the finished text; the ones before are None."""
         if self.plain:
             return None
         held = []

@@ -4,9 +4,9 @@
     torchrun --standalone --nproc_per_node=8 train.py config/tb_small.py --grad_accum=8    eight GPUs
     python train.py --init_from=resume --out_dir=out/tb_small                              go on with a run
 
-main() has what is trained, on what, and the loop. What guards a run and changes no number (checkpoints, log, signals,
-refusals) is in config/run.py. The settings below are overridden by a config file and then by --key=value; --help lists
-them with those of the models.
+main() has what is trained, on what, and the loop. What guards a run and changes no number (checkpoints, log,
+signals, refusals) is in config/run.py. The settings below are overridden by a config file and then by --key=value;
+--help lists them with those of the models.
 """
 import math
 import os
@@ -31,7 +31,7 @@ from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 method = 'gpt'  # gpt | thoughtbubbles | cyb | rim | coconut
 dataset = 'shakespeare_char'  # a folder under data/, or the path of a text (my.txt) or of a prepared folder
 out_dir = 'out/run'  # checkpoints and log.jsonl
-init_from = 'scratch'  # scratch | resume | auto (resume if there is something to resume) | a checkpoint to start from
+init_from = 'scratch'  # scratch | resume | auto (resume if there is a run) | a checkpoint to start from
 overwrite = False  # let a run from scratch replace an earlier run in out_dir
 seed = 1337  # of the weights, the batches and dropout
 # batches
@@ -70,8 +70,7 @@ METHODS = {
 
 
 def build_model(checkpoint, path='checkpoint'):
-    """The model of a checkpoint, on the CPU. Raises UserError if its method is unknown, or weights and configuration
-    disagree."""
+    """The model of a checkpoint, on the CPU. Raises UserError if method, configuration and weights do not fit."""
     if checkpoint['method'] not in METHODS:
         raise UserError(f'{path}: method {checkpoint["method"]!r} is unknown; there are {", ".join(METHODS)}')
     config_class, model_class, _ = METHODS[checkpoint['method']]
@@ -84,8 +83,8 @@ def build_model(checkpoint, path='checkpoint'):
 
 
 def learning_rate_at(stage, it):
-    """Linear warm-up to the stage's peak, then a cosine down to min_lr. A stage with another peak than learning_rate keeps
-    min_lr's proportion to it."""
+    """Linear warm-up to the stage's peak, then a cosine down to min_lr. A stage with another peak than
+    learning_rate keeps min_lr's proportion to it."""
     it -= stage.first
     if it < warmup_iters:
         return stage.peak_lr * (it + 1) / warmup_iters
@@ -94,15 +93,21 @@ def learning_rate_at(stage, it):
     return lowest + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (stage.peak_lr - lowest)
 
 
-def load(path, device='cpu'):
-    """(model in eval mode, tokenizer) of a run's folder or a checkpoint's path. Raises UserError."""
+def open_checkpoint(path, device='auto'):
+    """(path, checkpoint, its model in eval mode) of a run's folder or a checkpoint's path. Raises UserError."""
     path = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
     checkpoint = load_checkpoint(path)
-    return build_model(checkpoint, path).to(device).eval(), data.Tokenizer(checkpoint['meta']['tokenizer'])
+    return path, checkpoint, build_model(checkpoint, path).to(choose_device(device)[0]).eval()
+
+
+def load(path, device='auto'):
+    """(model in eval mode, tokenizer) of a run's folder or a checkpoint's path, for use from Python."""
+    _, checkpoint, model = open_checkpoint(path, device)
+    return model, data.Tokenizer(checkpoint['meta']['tokenizer'])
 
 
 def stage_at(stages, it):
-    """The stage of an iteration; the run's end belongs to the last one. A stage without iterations never begins."""
+    """The stage of an iteration; the run's end belongs to the last one. One without iterations never begins."""
     begun = [stage for stage in stages if stage.first <= it and stage.iters]
     return begun[-1] if begun else stages[0]
 
@@ -157,7 +162,8 @@ def main(argv):
     stage = stage_at(stages, it)
     if show_batch or (run.finished and it >= total_iters):
         run.say(batches.table(stage, it) if show_batch else
-                f'{out_dir}: this run has finished its {total_iters} steps; --max_iters=... with a larger number goes on with it')
+                f'{out_dir}: this run has finished its {total_iters} steps; --max_iters=... with a larger number '
+                'goes on with it')
         run.close()
         return
 
@@ -188,14 +194,16 @@ def main(argv):
         # once in a while: save, then evaluate on the same rows as always
         if it % eval_interval == 0 or it >= total_iters:
             if not all(p.isfinite().all() for p in raw_model.parameters()):
-                raise UserError(f'step {it}: a weight is not finite: training has diverged; {out_dir}/ckpt.pt is from before')
+                raise UserError(f'step {it}: a weight is not finite: training has diverged; {out_dir}/ckpt.pt is '
+                                'from before')
             save_s = save('ckpt.pt')  # before the evaluation, so that a crash in it loses nothing
             val_loss = evaluate(raw_model, batches, stage, run)
             if val_loss is None:
                 stop_wanted = True
                 break
             if not math.isfinite(val_loss):
-                raise UserError(f'step {it}: val loss {val_loss}: the model has diverged; {out_dir}/best.pt is the best before')
+                raise UserError(f'step {it}: val loss {val_loss}: the model has diverged; {out_dir}/best.pt is '
+                                'the best before')
             run.say(f'step {it}: val loss {val_loss:.4f} {data.UNIT[meta["kind"]]}')
             run.log(iter=it, val_loss=val_loss, save_s=save_s)
             if val_loss < best_val_loss:
@@ -215,7 +223,7 @@ def main(argv):
             rows = list(range(micro * batch_size, (micro + 1) * batch_size))
             batch = [t.to(run.device) for t in batches.train_batch(stage, it, rows)]
             tokens += batch[0].numel() * run.world
-            # dropout depends on (seed, step, micro-batch) alone: the same on any number of processes, and after a resume
+            # dropout depends on (seed, step, micro-batch) alone: the same on any number of processes, when resumed
             torch.manual_seed(((seed * 1_000_003 + it) * 1_000_003 + micro) % 2 ** 63)
             if run.ddp:  # gradients are exchanged once per step; must be set before the forward pass
                 model.require_backward_grad_sync = micro + run.world >= grad_accum
@@ -233,7 +241,7 @@ def main(argv):
         overflow_only = scaler.is_enabled() and scaler.get_scale() >= 1
         if not math.isfinite(train_loss) or not (overflow_only or math.isfinite(norm)):
             raise UserError(f'step {it}: loss {train_loss}, gradient norm {norm.item()}: training has diverged; '
-                            f'{out_dir}/ckpt.pt is from before; a lower learning_rate (now {learning_rate}) may help')
+                            f'{out_dir}/ckpt.pt is from before; a learning_rate below {learning_rate} may help')
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,5 @@
-"""Settings: module-level lines of a script, then a config file, then --key=value on the command line.
+"""Settings: module-level lines of a script, then a config file, then --key=value on the command line (--key alone
+is --key=True).
 
 A setting is a line `name = value  # comment` at the top level of a script (train.py, sample.py, ...) or a field of
 a method's config class. Its default gives its type, its comment is its help text.
@@ -15,25 +16,35 @@ import re
 import runpy
 import sys
 import typing
+from collections import namedtuple
+
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PATHS = {'out_dir', 'init_from', 'checkpoint', 'dataset', 'prompt_file', 'output'}  # settings that may name a file
+COMMAND_LINE = 'command line'
+# name = value  # comment, or name: type = value  # comment
+SETTING = re.compile(r'^ *([a-z]\w*|[A-Z])(?:: [^=]+?)? = (.+?) +# (.+)$', re.MULTILINE)
+TYPE_NAMES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
+              tuple: 'numbers separated by commas'}
+BOOLS = {'true': True, '1': True, 'false': False, '0': False}
+
+Setting = namedtuple('Setting', 'default types comment')  # types: those that a value may have
 
 
 class UserError(ValueError):
-    """A setting, file or input is at fault. The message is one line for the user: what, which value, the way out."""
+    """A setting, file or input is at fault. The message is one line: what, which value, the way out."""
 
     def __str__(self):
         return ' '.join(super().__str__().splitlines())  # it may quote another error, of several lines
 
 
 def check_range(settings, names, low=1, below=math.inf):
-    """Raises UserError for the first of the names (separated by spaces) whose value in settings is not in [low, below)."""
+    """Raises UserError for the first of the names (separated by spaces) whose value is not in [low, below)."""
     for name in names.split():
         if not low <= settings[name] < below:  # nan and inf are in no range
             top = '' if below == math.inf else f' and below {below}'
             raise UserError(f'{name} = {settings[name]}: must be at least {low}{top}')
 
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-PATHS = {'out_dir', 'init_from', 'checkpoint', 'dataset', 'prompt_file', 'output'}  # settings that may name a file
 
 def check_choice(settings, name, choices):
     """Raises UserError if settings[name] is not one of the choices (separated by spaces)."""
@@ -41,26 +52,14 @@ def check_choice(settings, name, choices):
         raise UserError(f'{name} = {settings[name]!r}: choose {", ".join(choices.split())}')
 
 
-# name = value  # comment, or name: type = value  # comment
-SETTING = re.compile(r'^ *([a-z]\w*|[A-Z])(?:: [^=]+?)? = (.+?) +# (.+)$', re.MULTILINE)
-TYPE_NAMES = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
-              tuple: 'numbers separated by commas'}
-BOOLS = {'true': True, '1': True, 'false': False, '0': False}
-
-
-@dataclasses.dataclass
-class Setting:
-    default: object
-    types: tuple  # the types a value may have
-    comment: str
-
+# --- what settings there are ---
 
 def script_settings(path):
     """The settings of a script, read from its source so that nothing has to be run: {name: Setting}."""
     with open(path, encoding='utf-8') as f:
-        source = f.read()
+        head = re.split(r'^(?:def|class) ', f.read(), maxsplit=1, flags=re.MULTILINE)[0]
     settings = {}
-    for name, value, comment in SETTING.findall(re.split(r'^(?:def|class) ', source, maxsplit=1, flags=re.MULTILINE)[0]):
+    for name, value, comment in SETTING.findall(head):
         default = ast.literal_eval(value)
         settings[name] = Setting(default, (type(default),), comment)
     return settings
@@ -76,27 +75,28 @@ def class_settings(config_class):
             for f in dataclasses.fields(config_class)}
 
 
+# --- what their values are ---
+
 def convert(name, value, setting, where):
-    """`value` as the setting's type: text of the command line, or a value of a config file, which is read as it would be
-    written there. Raises UserError."""
+    """`value` as the setting's type: text of the command line, or a value of a config file, which is read as it
+    would be written there. Raises UserError."""
     for kind in sorted(setting.types, key=lambda t: t is str):  # text last: it takes anything
         try:
             if kind is not str:
                 return parse(value if isinstance(value, str) else repr(value), kind)
             if isinstance(value, str):
                 return value
-        except (ValueError, OverflowError):  # int('inf') overflows
+        except (ValueError, KeyError, OverflowError):  # float of a whole number may overflow
             pass
     expected = ' or '.join(TYPE_NAMES[t] for t in setting.types)
-    raise UserError(f'{where}: {name} = {value!r}: expected {expected}, such as {setting.default!r} ({setting.comment})')
+    raise UserError(f'{where}: {name} = {value!r}: expected {expected}, such as {setting.default!r} '
+                    f'({setting.comment})')
 
 
 def parse(text, kind):
-    """Text as bool, int, float or tuple of numbers. Raises ValueError or OverflowError."""
+    """Text as bool, int, float or tuple of numbers. Raises ValueError, KeyError or OverflowError."""
     text = text.strip()
     if kind is bool:
-        if text.lower() not in BOOLS:
-            raise ValueError
         return BOOLS[text.lower()]
     if kind is tuple:
         return tuple(number(part) for part in text.strip('()[]').split(',') if part.strip())
@@ -117,84 +117,70 @@ def number(text):
     return float(text)
 
 
-def unknown(name, known, where):
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f'did you mean {near[0]}?' if near else '--help lists the settings'
-    return UserError(f'{where}: there is no setting {name!r}; {hint}')
-
-
-def load(script, argv, methods=None, method_of=None, of_training={}):
+def load(script, argv, methods={}, method_of=None, of_training={}):
     """Settings of `script` after config files and command line.
 
     methods: {name: config class} where the setting `method` chooses whose fields are settings too; where it is not
     given, method_of(settings of the script) may know it, from a checkpoint, or return None for the default.
     of_training: the settings of training, {name: Setting}, for a script that reads what a run has written: of a
     config file that holds one of them which the script has not, its out_dir alone counts.
-    Returns (settings of the script, settings of the method's config that were given, {name: where it was given}).
-    Paths in the script and in config files count from the repository, those of the command line from the current folder.
-    Raises UserError on an unknown name or a value of the wrong type; prints the settings and exits on --help.
+    Returns (settings of the script, settings given of the method's config, {name: where it was given}).
+    Paths in the script and in config files count from the repository, those of the command line from the current
+    folder. Raises UserError on an unknown name or a value of the wrong type; --help prints the settings and exits.
     """
     known = script_settings(script)
-    flags = {name for source in [known, *map(class_settings, (methods or {}).values())]
-             for name, setting in source.items() if setting.types == (bool,)}
-    given, help_wanted, args = {}, False, list(argv)  # given: {name: (value, where)}
-    command_line = {}
-    while args:
-        arg = args.pop(0)
-        if arg in ('--help', '-h'):
-            help_wanted = True
-        elif not arg.startswith('--'):
-            names = read_config_file(arg)
-            if (names.keys() & of_training.keys()) - known.keys():
-                names = {'out_dir': names.get('out_dir', of_training['out_dir'].default)}
-            given.update({name: (value, arg) for name, value in names.items()})
-        elif '=' in arg:
-            name, _, value = arg[2:].partition('=')
-            command_line[name] = (value, 'command line')
-        elif arg[2:] in flags:
-            spelled_out = args and args[0].lower() in BOOLS
-            command_line[arg[2:]] = (args.pop(0) if spelled_out else True, 'command line')
-        elif args and not args[0].startswith('--'):
-            command_line[arg[2:]] = (args.pop(0), 'command line')
-        else:
-            command_line[arg[2:]] = ('', 'command line')
-    given.update(command_line)  # the command line wins over config files, wherever it stands
-
-    if help_wanted:
+    if {'--help', '-h'} & {*argv}:
         print_help(script, known, methods)
         sys.exit(0)
+    values = {}  # {name: (value, where it was given)}
+    for arg in sorted(argv, key=lambda arg: arg.startswith('--')):  # the command line wins, wherever it stands
+        if arg.startswith('--'):
+            name, equals, value = arg[2:].partition('=')
+            values[name] = value if equals else True, COMMAND_LINE
+            continue
+        names = read_config_file(arg)
+        if (names.keys() & of_training.keys()) - known.keys():
+            names = {'out_dir': names.get('out_dir', of_training['out_dir'].default)}
+        values.update({name: (value, arg) for name, value in names.items()})
+    given = {name: where for name, (_, where) in values.items()}
+
+    # the script's own
     settings = {name: setting.default for name, setting in known.items()}
-    for name in given.keys() & known.keys():
-        value, where = given[name]
+    for name in values.keys() & known.keys():
+        value, where = values[name]
         settings[name] = convert(name, value, known[name], where)
     for name in PATHS & known.keys():
-        if name not in command_line:
+        if given.get(name) != COMMAND_LINE:
             settings[name] = from_repository(settings[name])
-    model_known = {}
+
+    # the method's
+    known_model = {}
     if methods:
-        known_method = method_of and method_of(settings)
-        if known_method and 'method' not in given:
-            settings['method'] = known_method
+        saved_method = method_of and method_of(settings)
+        if saved_method and 'method' not in given:
+            settings['method'] = saved_method
         method = settings['method']
         if method not in methods:
-            where = given['method'][1] if 'method' in given else script
+            where = given.get('method', script)
             raise UserError(f'{where}: method = {method!r}: choose one of {", ".join(methods)}')
-        model_known = class_settings(methods[method])
+        known_model = class_settings(methods[method])
     model_settings = {}
-    for name, (value, where) in given.items():
-        if name in model_known:
-            model_settings[name] = convert(name, value, model_known[name], where)
+    for name, (value, where) in values.items():
+        if name in known_model:
+            model_settings[name] = convert(name, value, known_model[name], where)
         elif name not in known:
-            owner = [m for m, c in (methods or {}).items() if name in class_settings(c)]
-            if owner:
-                raise UserError(f'{where}: {name} is a setting of method {" or ".join(owner)}, not of {method}; '
-                                f'add --method={owner[0]}')
-            raise unknown(name, [*known, *model_known], where)
-    return settings, model_settings, {name: where for name, (_, where) in given.items()}
+            owners = [m for m, config_class in methods.items() if name in class_settings(config_class)]
+            if owners:
+                raise UserError(f'{where}: {name} is a setting of method {" or ".join(owners)}, not of {method}; '
+                                f'add --method={owners[0]}')
+            near = difflib.get_close_matches(name, [*known, *known_model], n=1)
+            hint = f'did you mean {near[0]}?' if near else '--help lists the settings'
+            raise UserError(f'{where}: there is no setting {name!r}; {hint}')
+    return settings, model_settings, given
 
 
 def from_repository(path):
-    """A relative path as seen from the current folder, if it counts from the repository. Names without a slash stay."""
+    """A path that counts from the repository, as seen from the current folder. Names without a slash stay."""
     if '/' not in path or os.path.isabs(path) or os.getcwd() == ROOT:
         return path
     return os.path.join(ROOT, path)
@@ -206,8 +192,9 @@ def read_config_file(path):
         folder = os.path.dirname(path) or '.'
         files = [f for f in os.listdir(folder) if f.endswith('.py')] if os.path.isdir(folder) else []
         near = difflib.get_close_matches(os.path.basename(path), files, n=1)
-        hint = f'did you mean {os.path.join(folder, near[0])}?' if near else 'settings are given as --key=value'
-        raise UserError(f'config file {path!r} is not there or is no .py file; {hint}')
+        hint = f', or did you mean {os.path.join(folder, near[0])}?' if near else ''
+        raise UserError(f'config file {path!r} is not there or is not a .py file; settings are given as '
+                        f'--key=value{hint}')
     try:
         names = runpy.run_path(path)
     except (Exception, SystemExit) as e:
@@ -217,18 +204,24 @@ def read_config_file(path):
 
 
 def print_help(script, known, methods):
-    print(f'python {os.path.basename(script)} [config file] [--key=value ...]\n')
-    shown = set()
-    for title, settings in [('settings', known)] + [(f'model settings of method {m}', class_settings(c))
-                                                    for m, c in (methods or {}).items()]:
-        settings = {name: s for name, s in settings.items() if name not in shown}
-        shown.update(settings)
-        if settings:
-            print(title)
-        for name, s in settings.items():
-            default = ','.join(map(str, s.default)) if s.types == (tuple,) else str(s.default).replace('\n', '\\n')
-            print(f'  --{name}={default}'.ljust(36), s.comment)
+    print(f'python {os.path.basename(script)} [config file] [--key=value ...]\n\nsettings')
+    print_settings(known)
+    printed = {*known}
+    for method, config_class in methods.items():
+        new = {name: s for name, s in class_settings(config_class).items() if name not in printed}
+        printed.update(new)
+        if new:
+            print(f'model settings of method {method}')
+        print_settings(new)
 
+
+def print_settings(settings):
+    for name, s in settings.items():
+        default = ','.join(map(str, s.default)) if s.types == (tuple,) else str(s.default).replace('\n', '\\n')
+        print(f'  --{name}={default}'.ljust(36), s.comment)
+
+
+# --- running a script ---
 
 def is_terminal(stream):
     """Whether somebody watches it: a notebook's stream need not know, and a service may have none at all."""
@@ -248,8 +241,8 @@ def launch(main):
     except RuntimeError as e:
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         if type(e).__name__ == 'OutOfMemoryError' or "can't allocate memory" in reason:
-            complain(f'error: out of memory ({reason}): lower batch_size (and raise grad_accum as much), block_size, or the '
-                     'model\'s size')
+            complain(f'error: out of memory ({reason}): lower batch_size (and raise grad_accum as much), '
+                     "block_size, or the model's size")
             os._exit(1) if 'RANK' in os.environ else sys.exit(1)
         if 'RANK' not in os.environ or not ('gloo' in reason or type(e).__name__.startswith('Dist')):
             raise

@@ -1,4 +1,4 @@
-# Baseline Coconut: the rows and the start of rim_small, but each step is replaced by a hidden state that is fed back.
+# Baseline Coconut: as rim_small, but hidden states that are fed back take the place of the steps.
 from config import rim_small
 from config.cot_small import *
 

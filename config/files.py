@@ -9,10 +9,8 @@ from config import UserError
 
 @contextlib.contextmanager
 def whole_file(path):
-    """A binary file to write; it takes the place of `path` when the block ends, so `path` is whole at every moment.
-
-    A symbolic link is written through. Raises UserError if the disk refuses; the old file is then untouched.
-    """
+    """A binary file to write; it takes the place of `path` when the block ends, so that is whole at every moment.
+    A symbolic link is written through. Raises UserError if the disk refuses; the old file is then untouched."""
     target = os.path.realpath(path)
     temporary = f'{target}.{os.getpid()}.tmp'  # its own name: runs that start together may write the same file
     try:
@@ -21,10 +19,10 @@ def whole_file(path):
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, target)
-        for left in glob(escape(target) + '.*.tmp'):  # by runs that were killed; a younger one may be another run's
+        for old in glob(escape(target) + '.*.tmp'):  # of killed runs; a younger one may be another run's
             with contextlib.suppress(OSError):
-                if os.path.getmtime(left) < time.time() - 24 * 3600:
-                    os.remove(left)
+                if os.path.getmtime(old) < time.time() - 24 * 3600:
+                    os.remove(old)
     except (OSError, RuntimeError) as e:  # torch's zip writer turns a full disk into a RuntimeError
         raise UserError(f'cannot write {path}: {e}; the file of the last save is untouched') from e
     finally:

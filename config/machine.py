@@ -23,8 +23,8 @@ def choose_device(name):
     if kind not in present or (index and not index.isdigit()):
         raise UserError(f'device = {name!r}: choose auto, cpu, cuda, cuda:N or mps')
     if int(index or 0) >= present[kind]:
-        raise UserError(f'device = {name!r} is absent: this machine has {present["cuda"]} CUDA devices and '
-                        f'{"an" if present["mps"] else "no"} MPS device; --device=cpu always works')
+        raise UserError(f'device = {name!r} is absent: this machine has {present["cuda"]} CUDA and '
+                        f'{present["mps"]} MPS devices; --device=cpu always works')
     return name, 'as set'
 
 
@@ -56,7 +56,7 @@ def choose_compile(name, device):
     check_choice({'compile': name}, 'compile', 'auto on off')
     compiler = next(filter(shutil.which, [os.environ.get('CXX', 'c++'), 'g++', 'clang++', 'cl']), None)
     if name == 'on' and not compiler:
-        raise UserError('compile = on needs a C++ compiler and none is installed; install one, or use --compile=off')
+        raise UserError('compile = on needs a C++ compiler: install one, or use --compile=off')
     if name != 'auto':
         return name == 'on', 'as set'
     if not compiler:
@@ -71,7 +71,7 @@ def choose_compile(name, device):
 
 
 def check_memory(model, batch_size, device, dtype):
-    """Raises UserError if not even the activations of a micro-batch can fit, instead of letting the system kill us."""
+    """Raises UserError if not even a micro-batch's activations can fit, instead of letting the system kill us."""
     if device.startswith('cuda'):
         have = torch.cuda.get_device_properties(device).total_memory
     elif device == 'cpu' and hasattr(os, 'sysconf'):

@@ -1,5 +1,5 @@
-"""What guards a run and changes none of its numbers: which settings hold, the processes, one run per folder, resuming,
-checkpoints, the log, signals, and what is refused. train.py holds the rest."""
+"""What guards a run and changes none of its numbers: settings, processes, one run per folder, resuming,
+checkpoints, the log, signals, and what is refused. train.py has the rest."""
 import json
 import math
 import os
@@ -17,50 +17,54 @@ from tqdm import tqdm
 
 import config
 from config import UserError, check_range
-from config.checkpoint import (VERSION, check_same_tokenizer, first_line, load_checkpoint, load_optimizer, load_weights,
-                               save_checkpoint, starting_shape)
+from config.checkpoint import (VERSION, first_line, load_checkpoint, load_optimizer, load_weights, merge_resumed,
+                               save_checkpoint, starting_settings)
 from config.files import write_file
 from config.machine import check_memory, choose_compile, choose_device, choose_dtype, peak_flops, set_threads
 
-# what may change when a run is resumed, though not always bit for bit: max_iters bends the learning rate's cosine, dtype
-# the rounding, and batch_size against grad_accum the dropout; anything else would make it another run
-MAY_CHANGE = {'out_dir', 'init_from', 'show_batch', 'overwrite', 'max_iters', 'eval_interval', 'log_interval', 'wandb_project',
-              'device', 'dtype', 'compile', 'threads', 'shard_optimizer', 'batch_size', 'grad_accum'}
 SLOW_SAVE = 20  # seconds; torchrun kills its processes 30 seconds after it has passed a signal on
 
 
 class Run:
-    """One training run: its settings, its processes and its folder. Raises UserError for what does not fit together.
+    """One training run: its settings, processes and folder. Raises UserError for what does not fit together.
 
-    rank, world: this process and their number. resume: whether it goes on. is_main: whether this process prints and writes.
+    rank, world: this process and their number. is_main: whether it prints and writes. resume: whether the run
+    goes on from its checkpoint.
     """
 
     def __init__(self, script, argv, methods):
         self.ddp = 'RANK' in os.environ  # torchrun sets RANK, LOCAL_RANK and WORLD_SIZE
-        self.rank, self.world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+        self.rank = int(os.environ.get('RANK', 0))
+        self.world = int(os.environ.get('WORLD_SIZE', 1))
         self.is_main = self.rank == 0
         self.say = print if self.is_main else lambda *_, **__: None
         self.start = None  # the checkpoint to go on with, or to start from
-        self.lock, self.log_file, self.signals, self.handlers = None, None, [], {}
+        self.lock = None
+        self.log_file = None
+        self.signals = []  # received so far
+        self.handlers = {}  # what signals did before
+
+        # which settings hold
         classes = {name: entry[0] for name, entry in methods.items()}
         settings, self.model_settings, given = config.load(script, argv, classes, self.method_to_resume)
-        changes = ''
+        self.changes = ''
         if self.resume:
             if settings['method'] != self.start['method']:
                 raise UserError(f'{self.start_path} is a {self.start["method"]} model, not {settings["method"]}')
-            settings, changes = merge_resumed(settings, self.model_settings, given, self.start)
-        self.settings, self.out_dir, self.changes = settings, settings['out_dir'], changes
+            settings, self.changes = merge_resumed(settings, self.model_settings, given, self.start)
+        self.settings = settings
+        self.out_dir = settings['out_dir']
         # a data set's script is run for a name that the user gave, never for one that came out of a checkpoint
         self.dataset_given = 'dataset' in given or not self.resume
         check_settings(settings, self.world)
         if not self.resume and settings['init_from'] in ('scratch', 'auto'):
-            classes[settings['method']](**self.model_settings)  # says what is wrong with it before anything is written
+            classes[settings['method']](**self.model_settings)  # refuses what is wrong before anything is written
         self.choose_machine()
         if self.is_main and not settings['show_batch']:
             self.take_folder()
 
     def method_to_resume(self, settings):
-        """The method of the checkpoint that a resumed run goes on with, which is read here; None for another run."""
+        """The method of the checkpoint to resume, which is read here; None for a run that does not go on."""
         start = settings['init_from']
         self.start_path = os.path.join(settings['out_dir'], 'ckpt.pt')
         self.resume = start == 'resume' or (start == 'auto' and os.path.exists(self.start_path))
@@ -70,9 +74,10 @@ class Run:
         if start not in ('scratch', 'auto'):
             self.start_path = start
             if not os.path.exists(start):
-                maker = f'config/{os.path.basename(os.path.dirname(start))}.py'  # runs are named after their config files
-                hint = f'make it with python train.py {maker}' if os.path.exists(os.path.join(config.ROOT, maker)) else \
-                    'choose scratch, resume, auto or the path of a checkpoint'
+                hint = 'choose scratch, resume, auto or the path of a checkpoint'
+                maker = f'config/{os.path.basename(os.path.dirname(start))}.py'  # runs are named after it
+                if os.path.exists(os.path.join(config.ROOT, maker)):
+                    hint = f'make it with python train.py {maker}'
                 raise UserError(f'init_from = {start!r} is not there: {hint}')
 
     def choose_machine(self):
@@ -92,7 +97,7 @@ class Run:
                 dist.init_process_group('nccl' if self.device_type == 'cuda' else 'gloo')
             except Exception as e:
                 raise UserError(f'the processes could not connect ({first_line(e)})') from e
-            # to wait for the main process while it prepares data or writes, which may take longer than a step's timeout
+            # preparing data and writing may take the main process longer than a step's timeout
             self.patient = dist.new_group(backend='gloo', timeout=timedelta(days=1))
         self.say(f'device {self.device} ({why_device}), {self.world} process{"es" if self.world > 1 else ""}; '
                  f'{self.dtype} ({why_dtype}); compile {"on" if self.compile else "off"} ({why_compile})')
@@ -101,12 +106,12 @@ class Run:
         return torch.autocast(self.device_type, dtype=getattr(torch, self.dtype), enabled=self.dtype != 'float32')
 
     def wait(self):
-        """Until every process is here, for as long as it takes."""
+        """Wait until every process is here, for as long as it takes."""
         if self.ddp:
             dist.barrier(group=self.patient)
 
     def take_folder(self):
-        """out_dir for this run alone, for as long as it lives: two runs in one folder would spoil each other's files."""
+        """Lock out_dir for as long as this run lives: two runs in one folder would spoil each other's files."""
         try:
             os.makedirs(self.out_dir, exist_ok=True)
             self.lock = open(os.path.join(self.out_dir, '.lock'), 'w')
@@ -114,11 +119,11 @@ class Run:
             raise UserError(f'out_dir = {self.out_dir!r} cannot be written: {e.strerror}') from e
         try:
             import fcntl
-            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given up when this process ends, however it ends
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process, however that ends
         except BlockingIOError:
             self.lock.close()
-            raise UserError(f'out_dir = {self.out_dir!r}: another run is writing there: wait for its end, or give another '
-                            '--out_dir') from None
+            raise UserError(f'out_dir = {self.out_dir!r}: another run is writing there: wait for its end, or give '
+                            'another --out_dir') from None
         except (ImportError, OSError) as e:
             print(f'{self.out_dir}: no locks on this system ({first_line(e)}): do not start a second run there')
         earlier = [path for name in ('ckpt.pt', 'best.pt', 'log.jsonl')
@@ -126,7 +131,11 @@ class Run:
         if earlier and not self.resume and not self.settings['overwrite']:
             raise UserError(f'out_dir = {self.out_dir!r} holds a run already: --init_from=resume goes on with it, '
                             '--overwrite replaces it, --out_dir=... leaves it alone')
-        for path in glob(os.path.join(escape(self.out_dir), '*.tmp')):  # of runs that were killed while they wrote
+        self.remove('*.tmp')  # of runs that were killed while they wrote
+
+    def remove(self, pattern):
+        """The files of out_dir that fit a pattern."""
+        for path in glob(os.path.join(escape(self.out_dir), pattern)):
             os.remove(path)
 
     # --- the start ---
@@ -136,31 +145,32 @@ class Run:
         dataset = self.settings['dataset']
         if self.resume:
             if self.start['meta'] != meta:
-                raise UserError(f'dataset = {dataset!r} is not what {self.start_path} was trained on: it was prepared anew '
-                                'since')
+                raise UserError(f'dataset = {dataset!r} is not what {self.start_path} was trained on: it was '
+                                'prepared anew since')
             try:
                 return config_class(**self.start['model_config'])
             except (TypeError, UserError) as e:
-                raise UserError(f'{self.start_path}: its configuration does not fit this code ({first_line(e)})') from e
-        given = self.model_settings
-        if self.settings['init_from'] not in ('scratch', 'auto'):  # the checkpoint to start from gives the core's shape
+                raise UserError(f'{self.start_path}: its configuration does not fit this code '
+                                f'({first_line(e)})') from e
+        settings = self.model_settings
+        if self.settings['init_from'] not in ('scratch', 'auto'):
             self.start = load_checkpoint(self.start_path)
-            saved = self.start['model_config']
-            shape = starting_shape(self.start, self.start_path, given, config_class.shape)
-            shape['block_size'] = saved['block_size']
-            # behind plain text the vocabulary may be padded; records want their special tokens as the last ones
-            shape['vocab_size'] = max(saved['vocab_size'] if meta['kind'] == 'text' else 0, meta['vocab_size'])
-            check_same_tokenizer(self.start['meta'], meta)
-            given = {**shape, **given}
-            own = {f.name: (given.get(f.name, f.default), f.default) for f in fields(config_class)}
-            taken = [f'{name} = {now}' for name, (now, default) in own.items() if name in shape and now != default]
-            other = [f'{name} = {now} (was {saved[name]})' for name, (now, _) in own.items()
-                     if name in saved and now != saved[name]]
-            self.say(f'settings that come with the start: {", ".join(taken) or "nothing"}; other than there: '
+            came = starting_settings(self.start, self.start_path, config_class.shape, settings, meta)
+            settings = {**came, **settings}
+            same, other = [], []
+            for f in fields(config_class):
+                value = settings.get(f.name, f.default)
+                saved = self.start['model_config'].get(f.name, value)
+                if f.name in came and value != f.default:
+                    same.append(f'{f.name} = {value}')
+                if value != saved:
+                    other.append(f'{f.name} = {value} (was {saved})')
+            self.say(f'settings that come with the start: {", ".join(same) or "nothing"}; other than there: '
                      f'{", ".join(other) or "nothing"}')
-        model_config = config_class(**{**given, 'vocab_size': given.get('vocab_size') or meta['vocab_size']})
+        model_config = config_class(**{**settings, 'vocab_size': settings.get('vocab_size') or meta['vocab_size']})
         if model_config.vocab_size < meta['vocab_size']:
-            raise UserError(f'vocab_size = {model_config.vocab_size}: dataset {dataset!r} has {meta["vocab_size"]} tokens')
+            raise UserError(f'vocab_size = {model_config.vocab_size}: dataset {dataset!r} has '
+                            f'{meta["vocab_size"]} tokens')
         return model_config
 
     def load_into(self, model):
@@ -171,23 +181,25 @@ class Run:
             load_weights(model, self.start, self.start_path)
             it, best = self.start['step'], self.start['best_val_loss']
             best_path = os.path.join(self.out_dir, 'best.pt')
-            if os.path.exists(best_path):  # a crash after an evaluation leaves a best.pt that ckpt.pt does not know of
+            # a crash after an evaluation leaves a best.pt that ckpt.pt does not know of
+            if os.path.exists(best_path):
                 saved = load_checkpoint(best_path, mmap=True)
                 if saved['step'] <= it and saved.get('stage') == self.start['stage']:
                     best = min(best, saved['best_val_loss'])
         elif self.start:
             new = model.load_pretrained(self.start['model'])
-            self.say(f'starting from {self.start_path}, a {self.start["method"]} model; new: {", ".join(new) or "nothing"}')
+            self.say(f'starting from {self.start_path}, a {self.start["method"]} model; '
+                     f'new: {", ".join(new) or "nothing"}')
         check_memory(model, self.settings['batch_size'], self.device, self.dtype)
         return it, best
 
     def load_optimizer(self, optimizer, scaler, stage):
-        """Go on with the optimizer of the checkpoint, if the run is resumed in the stage that this belongs to."""
+        """Fill the optimizer of a resumed run. Raises UserError if it belongs to another stage than this one."""
         if self.resume:
             name, first = self.start['stage']
             if (name, first) != (stage.name, stage.first):
-                raise UserError(f'max_iters = {self.settings["max_iters"]}: the run to resume is in {name} since step {first}, '
-                                f'and this would move it to {stage.name} since step {stage.first}')
+                raise UserError(f'max_iters = {self.settings["max_iters"]}: the run to resume is in {name} since '
+                                f'step {first}, and this would move it to {stage.name} since step {stage.first}')
             load_optimizer(optimizer, self.start['optimizer'], self.start_path)
             if scaler.is_enabled() and self.start['scaler']:
                 scaler.load_state_dict(self.start['scaler'])
@@ -196,50 +208,55 @@ class Run:
     # --- while it runs ---
 
     def begin(self, model, meta, it, stages, epoch_iters, best_val_loss):
-        """Say what begins; open the log, the progress bar and the ears for signals."""
+        """Say what begins; open the log and the progress bar, and listen to signals."""
         s = self.settings
         self.meta = meta
         self.model = model
         self.total_iters = stages[-1].first + stages[-1].iters
+        self.peak = self.world * peak_flops(self.device)
         if self.ddp:
             states = [None] * self.world
             dist.all_gather_object(states, (it, self.total_iters, meta))
             if any(state != states[0] for state in states):
-                raise UserError(f'the processes disagree about step or data (steps {[state[0] for state in states]}): out_dir '
-                                'and the data set must be folders that all nodes share')
-        self.peak = self.world * peak_flops(self.device)
+                raise UserError('the processes disagree about step or data (steps '
+                                f'{[step for step, *_ in states]}): out_dir and the data set must be folders that '
+                                'all nodes share')
+
+        # what begins
         if self.resume:
             self.say(f'resuming {self.start_path} at step {it}, best validation loss so far {best_val_loss:.4f}'
                      + (f'; changed: {self.changes}' if self.changes else ''))
         self.say(f'{s["method"]}: {sum(p.numel() for p in model.parameters()):,} parameters, '
-                 f'{model.flops_per_token() / 1e6:.1f} MFLOPs per token; {s["dataset"]}: {s["batch_size"] * s["grad_accum"]} '
-                 f'rows per step, {epoch_iters:.0f} steps an epoch')
+                 f'{model.flops_per_token() / 1e6:.1f} MFLOPs per token; {s["dataset"]}: '
+                 f'{s["batch_size"] * s["grad_accum"]} rows per step, {epoch_iters:.0f} steps an epoch')
         if len(stages) > 1:
             self.say('stages: ' + ', '.join(f'{stage.name} {stage.iters} steps' for stage in stages))
+
+        # where it is told
         if self.is_main:
             self.open_log(it)
         if s['wandb_project'] and self.is_main:
             import wandb
-            wandb.init(project=s['wandb_project'], name=os.path.basename(self.out_dir), config={**s, **asdict(model.config)})
+            wandb.init(project=s['wandb_project'], name=os.path.basename(self.out_dir),
+                       config={**s, **asdict(model.config)})
         self.bar = tqdm(total=self.total_iters, initial=it, unit='step',
                         disable=not (self.is_main and config.is_terminal(sys.stderr)))
         if not self.bar.disable:
             self.say = tqdm.write
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         self.restart_clock()
 
     def open_log(self, it):
         """log.jsonl without what came after the checkpoint, since that is run again."""
         path = os.path.join(self.out_dir, 'log.jsonl')
-        if not self.resume:  # files of an earlier run, which --overwrite gives up
-            for old in glob(os.path.join(escape(self.out_dir), '*.pt')):
-                os.remove(old)
-        kept = []
-        if self.resume and os.path.exists(path):
+        entries = []
+        if not self.resume:
+            self.remove('*.pt')  # of an earlier run, which --overwrite gives up
+        elif os.path.exists(path):
             evaluated_again = it % self.settings['eval_interval'] == 0 or it >= self.total_iters
-            kept = [e for e in read_log(path)
-                    if e['iter'] < it or (e['iter'] == it and not ('val_loss' in e and evaluated_again))]
-        write_file(path, ''.join(json.dumps(e) + '\n' for e in kept))
+            entries = [e for e in read_log(path)
+                       if e['iter'] < it or (e['iter'] == it and not ('val_loss' in e and evaluated_again))]
+        write_file(path, ''.join(json.dumps(e) + '\n' for e in entries))
         self.log_file = open(path, 'a', encoding='utf-8', buffering=1)
 
     def on_signal(self, number, _):
@@ -259,7 +276,7 @@ class Run:
         return tensor
 
     def log(self, **entry):
-        """One line of log.jsonl, and of Weights & Biases where that is wanted."""
+        """One line of log.jsonl, and of Weights & Biases."""
         entry = {name: value if math.isfinite(value) else None for name, value in entry.items()}  # JSON has no nan
         if self.log_file:
             self.log_file.write(json.dumps(entry) + '\n')
@@ -290,23 +307,24 @@ class Run:
         self.log(**entry)
         self.bar.set_postfix(loss=f'{train_loss:.4f}', lr=f'{lr:.1e}', tokens_per_s=f'{rate:,.0f}')
         if self.bar.disable:
-            self.say(f'step {it}: loss {train_loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, {left:.1f} min left', flush=True)
+            self.say(f'step {it}: loss {train_loss:.4f}, lr {lr:.2e}, {rate:,.0f} tokens/s, {left:.1f} min left',
+                     flush=True)
 
     def save(self, name, state):
-        """Write out_dir/name, whole or not at all; `state` adds to what every checkpoint has. Returns the seconds it took."""
+        """Write out_dir/name; `state` adds to what every checkpoint has. Returns the seconds it took."""
         start = time.perf_counter()
         if self.is_main:
             self.log_file.flush()
             os.fsync(self.log_file.fileno())  # so that after a power cut the log reaches as far as the checkpoint
             save_checkpoint(os.path.join(self.out_dir, name), {
-                'version': VERSION, 'method': self.settings['method'], 'meta': self.meta, 'settings': self.settings,
-                'model_config': asdict(self.model.config), 'model': self.model.state_dict(), 'total_iters': self.total_iters,
-                **state})
+                'version': VERSION, 'method': self.settings['method'], 'settings': self.settings,
+                'meta': self.meta, 'model_config': asdict(self.model.config), 'model': self.model.state_dict(),
+                'total_iters': self.total_iters, **state})
         self.wait()
         seconds = time.perf_counter() - start
         if seconds > SLOW_SAVE:
-            self.say(f'{name} took {seconds:.0f} s to write: torchrun kills a run 30 s after a signal, so its last save would be '
-                     'lost')
+            self.say(f'{name} took {seconds:.0f} s to write: torchrun kills a run 30 s after a signal, so its '
+                     'last save would be lost')
         return seconds
 
     def close_stage(self, name):
@@ -319,8 +337,8 @@ class Run:
         command = ['python', os.path.relpath(os.path.join(config.ROOT, 'sample.py')), f'--out_dir={self.out_dir}']
         if self.meta.get('example'):  # a question, where the data have some
             command.append(f'--prompt={self.meta["example"]}')
-        self.say(f'{self.out_dir}/ckpt.pt is the last model, {self.out_dir}/best.pt the best (val loss {best_val_loss:.4f}); '
-                 f'{shlex.join(command)} samples from it')
+        self.say(f'{self.out_dir}/ckpt.pt is the last model, {self.out_dir}/best.pt the best (val loss '
+                 f'{best_val_loss:.4f}); {shlex.join(command)} samples from it')
 
     def close(self):
         if self.handlers:
@@ -342,37 +360,16 @@ def check_settings(settings, world):
     check_range(settings, 'beta1 beta2', 0, 1)
     check_range(settings, 'seed', 0, 2 ** 63)
     if settings['min_lr'] > settings['learning_rate']:
-        raise UserError(f'min_lr = {settings["min_lr"]} is above learning_rate = {settings["learning_rate"]}: lower it too')
+        raise UserError(f'min_lr = {settings["min_lr"]} is above learning_rate = {settings["learning_rate"]}: '
+                        'lower it too')
     if settings['grad_accum'] % world:
-        raise UserError(f'grad_accum = {settings["grad_accum"]} micro-batches cannot be shared out over {world} processes: '
-                        f'use a multiple of {world}')
+        raise UserError(f'grad_accum = {settings["grad_accum"]} micro-batches cannot be shared out over {world} '
+                        f'processes: use a multiple of {world}')
     if settings['wandb_project']:
         try:
             import wandb
         except ImportError:
             raise UserError('wandb_project is set, but wandb is not installed: pip install wandb') from None
-
-
-def merge_resumed(settings, model_settings, given, checkpoint):
-    """Settings of a resumed run: the saved ones, and of those given now the ones that may change; another is refused.
-
-    Returns (settings, the changes as text).
-    """
-    if not ({'optimizer', 'scaler', 'stage'} <= checkpoint.keys()
-            and {'batch_size', 'grad_accum'} <= checkpoint['settings'].keys()):
-        raise UserError('the checkpoint to resume lacks the optimizer or settings: start from its weights with '
-                        '--init_from=CHECKPOINT')
-    saved = {**checkpoint['settings'], **checkpoint['model_config']}
-    now = {**settings, **model_settings}
-    changed = [name for name in sorted(given) if name in saved and now[name] != saved[name] and name != 'init_from']
-    rows = [s['batch_size'] * s['grad_accum'] for s in (saved, {**saved, **{name: now[name] for name in given}})]
-    for name in changed:
-        if name not in MAY_CHANGE or (name in ('batch_size', 'grad_accum') and rows[0] != rows[1]):
-            raise UserError(f'{given[name]}: {name} = {now[name]!r}: the run to resume has {saved[name]!r}, and to change '
-                            'it would make it another run; leave it out, or start anew with --init_from=CHECKPOINT and '
-                            'another out_dir')
-    merged = {name: value if name in given else saved.get(name, value) for name, value in settings.items()}
-    return merged, ', '.join(f'{name} = {now[name]!r} (was {saved[name]!r})' for name in changed)
 
 
 def read_log(path):
@@ -381,7 +378,10 @@ def read_log(path):
     with open(path, encoding='utf-8', errors='replace') as f:
         for line in f:
             try:
-                entries.append(json.loads(line))
+                entry = json.loads(line)
             except (ValueError, RecursionError):
                 print(f'{path}: passing over a broken line')
-    return [e for e in entries if isinstance(e, dict) and type(e.get('iter')) is int]
+                continue
+            if isinstance(entry, dict) and type(entry.get('iter')) is int:
+                entries.append(entry)
+    return entries

@@ -56,14 +56,14 @@ DEFAULTS = dict(steps=100, rate=0.5, name='a', flag=False, layers=(1, 2), method
     ([], {}, {}),
     (['base.py'], dict(steps=7, name='é', layers=(3,)), {}),
     (['--steps=9', 'base.py'], dict(steps=9, name='é', layers=(3,)), {}),  # the command line wins wherever it stands
-    (['--steps', '9', '--flag', '--rate', '-1e-3'], dict(steps=9, flag=True, rate=-0.001), {}),
+    (['--steps=9', '--flag', '--rate=-1e-3'], dict(steps=9, flag=True, rate=-0.001), {}),
     (['--flag', 'base.py'], dict(flag=True, steps=7, name='é', layers=(3,)), {}),
-    (['--flag', 'False', '--steps=1e3'], dict(steps=1000), {}),
+    (['--flag=False', '--steps=1e3'], dict(steps=1000), {}),
     (['--flag=true', '--layers=4,5'], dict(flag=True, layers=(4, 5)), {}),
     (['--layers=', '--name='], dict(layers=(), name=''), {}),
     (['--layers=(3, 7)', '--name=x=y=z'], dict(layers=(3, 7), name='x=y=z'), {}),
     (['--method=fancy', '--width=4', '--omega=0.25,0.75'], dict(method='fancy'), dict(width=4, omega=(0.25, 0.75))),
-    (['--method', 'fancy', '--omega', 'uniform', '--bubbles', 'False'], dict(method='fancy'), dict(omega='uniform', bubbles=False)),
+    (['--method=fancy', '--omega=uniform', '--bubbles=False'], dict(method='fancy'), dict(omega='uniform', bubbles=False)),
     (['fancy.py'], dict(method='fancy', rate=2.0), dict(omega=(0.5, 0.5))),
     (['written.py'], dict(steps=1000, flag=True, layers=(3,)), {}),  # a file is read as the command line is
 ])
