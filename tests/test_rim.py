@@ -1,4 +1,4 @@
-"""Reasoning in Memory: rows and mask against the definition, one pass against separate sequences, stages, inference.
+"""Reasoning in Memory: rows and mask against the definition, one pass against single sequences, stages, answers.
 
 A kind is what a model of records is trained on: rim and its baselines.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import data
 import eval as evaluation
+import reference
 import rim
 import sample
 import train
@@ -37,7 +38,8 @@ def config_of(kind, **settings):
 
 
 def tiny(kind='rim', **settings):
-    config = config_of(kind, **{**dict(vocab_size=V, block_size=64, n_layer=3, n_head=2, n_embd=16, n_blocks=3), **settings})
+    small = dict(vocab_size=V, block_size=64, n_layer=3, n_head=2, n_embd=16, n_blocks=3)
+    config = config_of(kind, **{**small, **settings})
     return (Coconut if kind == 'coconut' else RiM)(config).double()
 
 
@@ -73,13 +75,14 @@ def rim_run(run):
 
 def batches(dataset, kind='rim', rows_per_step=4, **settings):
     meta = data.read_meta(dataset)
+    small = dict(vocab_size=meta['vocab_size'], block_size=64, n_blocks=3)
     second = {} if kind == 'coconut' else dict(stage2_iters=2)
-    config = config_of(kind, **{**dict(vocab_size=meta['vocab_size'], block_size=64, n_blocks=3), **second, **settings})
+    config = config_of(kind, **{**small, **second, **settings})
     return (CoconutBatches if kind == 'coconut' else RiMBatches)(dataset, meta, config, 1, 8, rows_per_step)
 
 
 def rows_at(source, it, question, steps, answer, max_iters=4):
-    """A record's row in training and in validation at an iteration of a run of max_iters, and of 2 in a second stage."""
+    """A record's row in training and in validation at an iteration; a second stage has 2."""
     encoded = records.Encoded(question, steps, answer, source.data.newline)
     source.data.encoded['train'] = [encoded] * 50
     stage = train.stage_at(source.config.stages(max_iters, 1e-3, 1), it)
@@ -123,20 +126,22 @@ def test_weights_of_both_stages_by_hand():
     assert rim.stage1_weights(4, 0.125, 'relative') == pytest.approx([1 / 2, 3 / 4, 5 / 6, 7 / 8])
     assert rim.stage1_weights(2, 0.0, 'relative') == [1, 1] and rim.stage1_weights(2, 1.0, 'relative') == [0, 0]
     assert rim.stage1_weights(3, 0.25, 'uniform') == [0.75] * 3 and rim.stage1_weights(3, 0.9, 'none') == [1] * 3
-    assert rim.stage2_weights(3) == pytest.approx([1 / 6, 2 / 6, 3 / 6]) and sum(rim.stage2_weights(8)) == pytest.approx(1)
+    assert rim.stage2_weights(3) == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+    assert sum(rim.stage2_weights(8)) == pytest.approx(1)
 
 
 # --- one pass ---
 
+@torch.no_grad()
 @pytest.mark.parametrize('n_mem', [1, 2, 3])
 def test_one_pass_equals_a_sequence_per_readout(n_mem):
     model, row = tiny(), some_row(n_mem)
     idx, _, _, positions, readout = tensors(row)
     logits = model(idx, positions=positions, readout=readout)[0][0]
-    for k in (1, 2, 3):
+    for k, tokens in enumerate([[5, 6], [7], [8, 9, 5]], 1):
         own = [i for i, (kind, block) in enumerate(zip(row.kind, row.block))
                if block <= k and (kind != 'readout' or block == k)]
-        alone = model(idx[:, own])[0][0]  # a plain causal sequence at positions 0, 1, 2, ...
+        alone = reference.readout_logits(model, [1, 2, 3, 4], k, tokens, n_mem)
         assert (alone - logits[own]).abs().max() < 1e-9
 
 
@@ -148,7 +153,8 @@ def test_readouts_see_neither_each_other_nor_are_they_seen():
     idx[0, changed] = 9
     after = model.trunk(idx, positions, rim.memory_mask(readout))[0]
     same = [i for i in range(len(row.tokens)) if i not in changed]
-    assert torch.equal(before[same], after[same]) and (before[changed] - after[changed]).abs().min(1).values.max() > 1e-6
+    assert torch.equal(before[same], after[same])
+    assert (before[changed] - after[changed]).abs().min(1).values.max() > 1e-6
 
 
 @pytest.mark.parametrize('k', [1, 2, 3])
@@ -187,7 +193,8 @@ def test_without_blocks_it_is_the_plain_gpt():
     idx, targets = torch.randint(V, (2, 9)), torch.randint(V, (2, 9))
     assert torch.equal(model(idx)[0], gpt(idx)[0])
     weights = torch.full((18,), 1 / 9, dtype=torch.double)
-    assert model(idx, targets.flatten(), weights, torch.arange(18))[1].item() == pytest.approx(gpt(idx, targets)[1].item(), abs=1e-12)
+    loss = model(idx, targets.flatten(), weights, torch.arange(18))[1]
+    assert loss.item() == pytest.approx(gpt(idx, targets)[1].item(), abs=1e-12)
 
 
 def test_coconut_feeds_hidden_states_back_and_gradients_through_all_passes():
@@ -201,7 +208,8 @@ def test_coconut_feeds_hidden_states_back_and_gradients_through_all_passes():
         for block in model.layers:
             x = block(x, rope)
         return x
-    for column in (4, 5):  # <b> is column 3; each thought is the final state of the column before, reread from the start
+    # <b> is column 3; each thought is the final state of the column before, reread from the start
+    for column in (4, 5):
         x = torch.cat((x[:, :column], model.ln_f(run(x))[:, column - 1:column], x[:, column + 1:]), dim=1)
     assert (model.logits(run(x))[0] - logits).abs().max() < 1e-9
     # the question reaches the loss through the thoughts alone if the answer can't see it
@@ -212,7 +220,8 @@ def test_coconut_feeds_hidden_states_back_and_gradients_through_all_passes():
         model.zero_grad()
         cache = [rim.GrowingCache(0) for _ in model.layers]
         x = model.trunk(idx, positions, mask, cache=cache)
-        loss = F.cross_entropy(model.logits(x.detach() if detach else x)[0][targets[0] >= 0], targets[targets >= 0])
+        loss = F.cross_entropy(model.logits(x.detach() if detach else x)[0][targets[0] >= 0],
+                               targets[targets >= 0])
         loss.backward()
         from_wte.append(model.wte.weight.grad[1:4].abs().sum().item())
     assert from_wte[0] > 1.1 * from_wte[1]
@@ -226,7 +235,8 @@ def test_coconut_stages_replace_steps_by_thoughts(dataset):
     rows = [row for row, _ in both]
     nl = source.data.newline[0]
     assert [row.tokens.count(source.special.mem) for row in rows] == [2, 2, 4, 6]
-    assert [readouts_of(row) for row in rows] == [[2, nl, 3, nl, 4, nl, 5, nl, 6]] * 2 + [[3, nl, 4, nl, 5, nl, 6], [6]]
+    written = [2, nl, 3, nl, 4, nl, 5, nl, 6]
+    assert [readouts_of(row) for row in rows] == [written, written, written[2:], [6]]
     # validation is that of the answer in every stage, after all thoughts, as it is asked
     assert [val for _, val in both] == [rows[-1]] * 4
 
@@ -242,7 +252,8 @@ def test_rows_of_each_stage(dataset):
     second, second_val = rows_at(source, 4, *record)
     assert readouts_of(second) == [4] * 3
     assert [w for w in second.weights if w] == pytest.approx([1 / 6] * 2 + [2 / 6] * 2 + [3 / 6] * 2)
-    assert all(readouts_of(v) == [4] and max(v.block) == 3 and [w for w in v.weights if w] == [1, 1] for v in (val, second_val))
+    assert all(readouts_of(v) == [4] and max(v.block) == 3 and [w for w in v.weights if w] == [1, 1]
+               for v in (val, second_val))
     uniform, val = rows_at(batches(dataset, anneal='uniform', train_question=True), 2, *record)
     assert [w for w in uniform.weights if w] == [1] + [0.5] * 7 and [w for w in val.weights if w] == [1, 1]
     for kind, expected in [('pause', [4] * 3), ('sft', [4]), ('cot', [1, 0, 2, 2, 0, 3, 0, 4])]:
@@ -299,7 +310,8 @@ def test_each_stage_has_its_own_schedule_dropout_and_length(rim_run, dataset, tm
     seen = []
     set_dropout = RiM.set_dropout
     monkeypatch.setattr(RiM, 'set_dropout', lambda self, p: (seen.append(p), set_dropout(self, p)))
-    rim_run(learning_rate=1e-2, min_lr=1e-2, stage2_learning_rate=2e-3, dropout=0.1, stage2_dropout=0.4, warmup_iters=2)
+    rim_run(learning_rate=1e-2, min_lr=1e-2, stage2_learning_rate=2e-3, dropout=0.1, stage2_dropout=0.4,
+            warmup_iters=2)
     rates = [entry['lr'] for entry in read_log(tmp_path / 'run') if 'lr' in entry]
     assert rates == pytest.approx([5e-3, 1e-2, 1e-2, 1e-3, 2e-3, 2e-3]) and seen == [0.1, 0.4]
     model = tiny(dropout=0.1)
@@ -316,7 +328,8 @@ def test_an_epoch_takes_every_record_once_and_wastes_little():
     assert order.shape == (63, 16) and set(order.ravel()) == set(range(1000))
     assert (order == records.epoch_order(lengths, 16, records.np.random.default_rng(1))).all()
     shuffled = rng.permutation(1008).reshape(63, 16) % 1000
-    padded, careless = (sum(16 * lengths[batch].max() for batch in o) / lengths[o].sum() for o in (order, shuffled))
+    padded, careless = (sum(16 * lengths[batch].max() for batch in o) / lengths[o].sum()
+                        for o in (order, shuffled))
     assert padded < 1.1 < 1.5 < careless
     firsts = lengths[order].mean(1)
     assert abs(records.np.corrcoef(firsts, range(63))[0, 1]) < 0.3  # batches do not come sorted
@@ -328,7 +341,8 @@ def test_rows_of_about_as_many_tokens_go_together(dataset, kind):
     stage = source.config.stages(99, 1e-3, 1)[0]
     steps = [source.rows(stage, it, [0, 1, 2, 3]) for it in range(source.epoch_iters)]
     tokens = torch.tensor([[len(row.tokens) for row in rows] for rows in steps])
-    counted = [source.epochs.lengths[source.epochs.numbers(it, [0, 1, 2, 3])].tolist() for it in range(source.epoch_iters)]
+    counted = [source.epochs.lengths[source.epochs.numbers(it, [0, 1, 2, 3])].tolist()
+               for it in range(source.epoch_iters)]
     assert tokens.tolist() == counted
     assert (tokens.amax(1) - tokens.amin(1)).float().mean() < 0.5 * (tokens.max() - tokens.min())
 
@@ -354,7 +368,8 @@ def test_a_plain_gpt_can_be_the_start_and_the_vocabulary_grows(run, dataset, tmp
         old = run(name, dataset=folder, block_size=48, **shape)['model']['wte.weight']
         new = run('rim_' + name, method='rim', block_size=48, n_blocks=2, max_iters=0, stage2_iters=0,
                   init_from=str(tmp_path / name / 'ckpt.pt'))['model']['wte.weight']
-        assert len(old) == text + bool(shape) * padding and len(new) == text + 4 and torch.equal(new[:-4], old[:text])
+        assert len(old) == text + bool(shape) * padding and len(new) == text + 4
+        assert torch.equal(new[:-4], old[:text])
         assert not shape or not torch.equal(new[-4:], old[text:text + 4])
 
 
@@ -402,20 +417,6 @@ def answer_log_probs(model, logits):
     return logits.index_fill(0, torch.tensor(model.special[:3]), -torch.inf).log_softmax(-1)
 
 
-def decode_slowly(model, question, blocks, n_mem, limit):
-    """Greedy read-out without a cache: the whole sequence is read again for each token."""
-    begin, mem, close, end = model.special
-    row = question + ([begin] + [mem] * n_mem + [close]) * blocks
-    out, log_p = [], 0.0
-    for _ in range(limit):
-        logits = answer_log_probs(model, model(torch.tensor([row + out]))[0][0, -1])
-        log_p += logits.max().item()
-        if logits.argmax().item() == end:
-            break
-        out.append(logits.argmax().item())
-    return out, log_p
-
-
 @pytest.mark.parametrize('K, M', [(3, 2), (5, 1), (1, 4)])
 def test_cached_answers_equal_rereading_at_every_block_and_in_batches(K, M):
     model = tiny().eval()
@@ -426,7 +427,7 @@ def test_cached_answers_equal_rereading_at_every_block_and_in_batches(K, M):
         assert len(read) == K
         for k, [(rows, log_p)] in enumerate(read, 1):
             for q, row, p in zip(questions, rows, log_p):
-                slow, slow_p = decode_slowly(model, q, k, M, 6)
+                slow, slow_p = reference.answer_by_rereading(model, q, k, M, 6)
                 assert row == slow and p.item() == pytest.approx(slow_p, abs=1e-9)
         assert model.answers(questions, 6, n_blocks=K, n_mem=M)[0][0][0] == read[-1][0][0]
 
@@ -434,7 +435,8 @@ def test_cached_answers_equal_rereading_at_every_block_and_in_batches(K, M):
 @pytest.mark.parametrize('learned_positions', [False, True])
 @pytest.mark.parametrize('kind', ['rim', 'cot', 'coconut'])
 def test_an_answer_is_as_long_beside_others_as_alone(kind, learned_positions):
-    model = tiny(kind, block_size=24, learned_positions=learned_positions, n_mem=1 if kind == 'coconut' else 2).eval()
+    model = tiny(kind, block_size=24, learned_positions=learned_positions,
+                 n_mem=1 if kind == 'coconut' else 2).eval()
     with torch.no_grad():
         model.wte.weight.mul_(8)
         model.wte.weight[-1] = 0  # <end> is never the likeliest
@@ -465,7 +467,8 @@ def test_coconut_and_plain_answers_equal_rereading():
                 full = build_row(question, [out or [0]], [1.0], 3, model.special)
                 n = len(question) + 5 + len(out)
                 idx, _, _, positions, readout = (t[:, :n] for t in tensors(full))
-                token = answer_log_probs(model, model(idx, positions=positions, readout=readout)[0][0, -1]).argmax().item()
+                logits = model(idx, positions=positions, readout=readout)[0][0, -1]
+                token = answer_log_probs(model, logits).argmax().item()
                 if token == model.special[3]:
                     break
                 out.append(token)
@@ -473,7 +476,7 @@ def test_coconut_and_plain_answers_equal_rereading():
         for kind in ('sft', 'cot'):
             model = tiny(kind).eval()
             [[(rows, _)]] = model.answers(questions, max_new_tokens=5)
-            assert rows == [decode_slowly(model, q, 0, 2, 5)[0] for q in questions]
+            assert rows == [reference.answer_by_rereading(model, q, 0, 2, 5)[0] for q in questions]
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -490,7 +493,8 @@ def test_the_probabilities_of_all_answers_sum_to_one():
     model = tiny(vocab_size=6)  # two text tokens
     [samples] = model.answers([[0, 1]], samples=400, temperature=1.0, max_new_tokens=2)
     found = {tuple(rows[0]): log_p.exp().item() for rows, log_p in samples}
-    assert set(found) == {(), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)} and sum(found.values()) == pytest.approx(1)
+    assert set(found) == {(), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)}
+    assert sum(found.values()) == pytest.approx(1)
 
 
 def test_samples_differ_and_share_one_prefill(monkeypatch):
@@ -521,7 +525,7 @@ def test_time_to_the_answers_first_token_counts_written_steps(dataset, monkeypat
     newline, end = tokenizer.encode('\n')[0], tokenizer.special['<end>']
     model = tiny()
     monkeypatch.setattr(model, 'prefill', lambda questions, n_mem: (None, None, ['the end']))
-    monkeypatch.setattr(model, 'read', lambda cache, pad, point, n: ((torch.tensor([token]), 0.0, True) for token in said))
+    monkeypatch.setattr(model, 'read', lambda *_: ((torch.tensor([token]), 0.0, True) for token in said))
     # a second per token: which one begins the answer
     for said, first in [((3, newline, 4, newline, 5, 6, end), 5), ((3, newline, 5, 6, newline, newline, end), 3),
                         ((5, end), 1), ((newline, newline), 1), ((end,), 1)]:
@@ -607,7 +611,8 @@ def test_numbers_of_answers(dataset, monkeypatch, capsys):
         return (drawn if 'samples' in ask.keywords else right).numpy()
     monkeypatch.setattr(records, 'score', score)
     got = evaluation.answers(tiny(vocab_size=source.config.vocab_size, n_blocks=2), on)
-    assert calls == [(dict(n_mem=0, n_blocks=4, every_block=True), 5), (dict(n_mem=0, samples=8, temperature=1.0), 5)]
+    assert calls == [(dict(n_mem=0, n_blocks=4, every_block=True), 5),
+                     (dict(n_mem=0, samples=8, temperature=1.0), 5)]
     n_steps = [len(record.steps) for record in source.data.test_records(10)]
     assert got['accuracy'] == pytest.approx(right[:, 1].double().mean().item())
     assert got['any block'] == pytest.approx(right[:, :2].any(1).double().mean().item())
@@ -619,7 +624,8 @@ def test_numbers_of_answers(dataset, monkeypatch, capsys):
     assert own[3] == pytest.approx(right[[n == 3 for n in n_steps], 2].double().mean().item())
     assert [row['accuracy'] for row in got['accuracy by blocks']] == pytest.approx(right.double().mean(0).tolist())
     longest = max(len(record.question) + 1 for record in source.data.test_records(10))
-    short = tiny(vocab_size=source.config.vocab_size, n_blocks=2, block_size=longest + 3 * 4 + 8)  # 8 for the answer
+    # 8 for the answer
+    short = tiny(vocab_size=source.config.vocab_size, n_blocks=2, block_size=longest + 3 * 4 + 8)
     assert len(evaluation.answers(short, on)['accuracy by blocks']) == calls[2][0]['n_blocks'] == 3
     assert f'block_size = {longest + 20} has room for 3 blocks, not for 4' in capsys.readouterr().out
 
@@ -680,7 +686,8 @@ def test_block_states_in_the_plane_of_their_principal_components(dataset):
     plane = torch.tensor([[point['x'], point['y']] for point in got['block states']])
     assert [point['block'] for point in got['block states']] == [1] * 10 + [2] * 10 + [3] * 10
     assert torch.allclose(plane.abs(), (states @ axes[:, [-1, -2]]).abs().float(), atol=1e-4)
-    assert got['variance in the two components'] == pytest.approx((values[-2:].sum() / values.sum()).item(), rel=1e-4)
+    variance = (values[-2:].sum() / values.sum()).item()
+    assert got['variance in the two components'] == pytest.approx(variance, rel=1e-4)
 
 
 def test_the_first_batch_as_a_table(rim_run, tmp_path, capsys):

@@ -29,10 +29,11 @@ LONG = bool(os.environ.get('LONG_TESTS'))
 
 @pytest.fixture
 def start(tmp_path, dataset):
-    """start(**settings): a process with a tiny run whose checkpoints are large enough to be hit while written; what it
-    prints is in tmp_path/output."""
+    """start(**settings): a process with a tiny run whose checkpoints are large enough to be hit while written;
+    what it prints is in tmp_path/output."""
     def start(**settings):
-        large = dict(dataset=dataset, n_layer=2, n_embd=128, batch_size=2, max_iters=100_000, eval_rows=2, threads=1,
+        large = dict(dataset=dataset, n_layer=2, n_embd=128, batch_size=2, max_iters=100_000, eval_rows=2,
+                     threads=1,
                      out_dir=tmp_path / 'run', init_from='auto')
         return start_training(arguments(**{**large, **settings}), tmp_path / 'output')
     return start
@@ -137,7 +138,8 @@ def test_a_full_disk_keeps_the_old_file(run, tmp_path, monkeypatch):
         save_checkpoint(str(path), {'new': 1})
     assert path.read_bytes() == before
     assert not list(path.parent.glob('*.tmp'))  # it would keep the disk full
-    with pytest.raises(UserError, match='cannot write'):  # a folder that is not there stands for one that is read-only
+    # a folder that is not there stands for one that is read-only
+    with pytest.raises(UserError, match='cannot write'):
         save_checkpoint(str(tmp_path / 'nowhere' / 'ckpt.pt'), {})
 
 
@@ -172,7 +174,8 @@ def test_what_may_change_on_resume(run, capsys, settings):
     capsys.readouterr()
     assert run(**again, max_iters=6, eval_interval=3, batch_size=2, grad_accum=2)['step'] == 6
     said = capsys.readouterr().out
-    for part in ('max_iters = 6 (was 4)', 'eval_interval = 3 (was 2)', 'batch_size = 2 (was 4)', 'grad_accum = 2 (was 1)'):
+    for part in ('max_iters = 6 (was 4)', 'eval_interval = 3 (was 2)', 'batch_size = 2 (was 4)',
+                 'grad_accum = 2 (was 1)'):
         assert part in said
 
 
@@ -180,7 +183,8 @@ def test_resume_needs_only_the_folder(run, tmp_path):
     run(method='thoughtbubbles', seed=9, max_iters=4)
     train.main(['--init_from=resume', f'--out_dir={tmp_path / "run"}', '--max_iters=5'])
     checkpoint = load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))
-    assert checkpoint['step'] == 5 and checkpoint['settings']['seed'] == 9 and checkpoint['method'] == 'thoughtbubbles'
+    assert checkpoint['step'] == 5 and checkpoint['settings']['seed'] == 9
+    assert checkpoint['method'] == 'thoughtbubbles'
 
 
 def test_the_best_loss_never_gets_worse(run, tmp_path, monkeypatch):
@@ -193,7 +197,8 @@ def test_the_best_loss_never_gets_worse(run, tmp_path, monkeypatch):
         best = load_checkpoint(str(tmp_path / 'run' / 'best.pt'))
         assert (best['step'], best['best_val_loss'], last['best_val_loss']) == (best_step, best_loss, best_loss)
         assert last['step'] == its and not torch.equal(best['model']['wte.weight'], last['model']['wte.weight'])
-    assert [e['val_loss'] for e in read_log(tmp_path / 'run') if 'val_loss' in e] == [3.0, 1.5, 2.0, 2.5, 1.0, 1.25]
+    assert [e['val_loss'] for e in read_log(tmp_path / 'run') if 'val_loss' in e] == [3.0, 1.5, 2.0, 2.5, 1.0,
+                                                                                      1.25]
 
 
 def test_half_precision_overflow_is_no_divergence(run, tmp_path, monkeypatch):
@@ -239,14 +244,16 @@ def test_a_best_loss_that_the_checkpoint_does_not_know_is_kept(run, tmp_path):
     """Killed right after the evaluation of step 4: best.pt is newer than what ckpt.pt knows."""
     run(max_iters=4)
     best = load_checkpoint(str(tmp_path / 'run' / 'best.pt'))
-    save_checkpoint(str(tmp_path / 'run' / 'best.pt'), {**best, 'best_val_loss': 0.5})  # the rest of the run cannot beat it
+    # the rest of the run cannot beat it
+    save_checkpoint(str(tmp_path / 'run' / 'best.pt'), {**best, 'best_val_loss': 0.5})
     resumed = run(max_iters=5, init_from='resume', eval_interval=100)
     assert resumed['best_val_loss'] == 0.5
     assert load_checkpoint(str(tmp_path / 'run' / 'best.pt'))['step'] == best['step']
 
 
 def test_a_stage_leaves_its_last_and_its_best_model(run, tmp_path):
-    settings = dict(method='rim', dataset=write_records(tmp_path / 'records'), block_size=48, n_blocks=2, stage2_iters=3)
+    settings = dict(method='rim', dataset=write_records(tmp_path / 'records'), block_size=48, n_blocks=2,
+                    stage2_iters=3)
     run(max_iters=3, **settings)
     assert {'stage1.pt', 'stage1_best.pt', 'best.pt'} <= set(os.listdir(tmp_path / 'run'))
     run(max_iters=3, overwrite=True, train_on='sft', **settings)
@@ -382,9 +389,11 @@ def test_devices_are_chosen_or_refused_with_the_reason(monkeypatch):
 
 def test_a_terminal_without_unicode(tmp_path):
     """Non-ASCII text under LC_ALL=C: a '?' on the screen, not a crash."""
-    environment = {**os.environ, 'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0', 'PYTHONIOENCODING': ''}
+    environment = {**os.environ, 'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0',
+                   'PYTHONIOENCODING': ''}
     (tmp_path / 'my.txt').write_text('\u00e9\u03b1\u6f22\n' * 100, encoding='utf-8')
-    done = subprocess.run([sys.executable, 'train.py', f'--dataset={tmp_path / "my.txt"}', f'--out_dir={tmp_path / "run"}', '--max_iters=1',
+    done = subprocess.run([sys.executable, 'train.py', f'--dataset={tmp_path / "my.txt"}',
+                           f'--out_dir={tmp_path / "run"}', '--max_iters=1',
                            '--n_layer=1', '--n_embd=8', '--n_head=2', '--block_size=8', '--threads=1'],
                           cwd=ROOT, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
