@@ -81,7 +81,7 @@ def load_optimizer(optimizer, state, path):
 
 def starting_settings(start, path, names, given, meta):
     """The model settings that come with a checkpoint to start from: those of `names` that it has, without which
-    its weights mean nothing, and its sizes. Raises UserError where the settings `given` or the data's meta differ."""
+    its weights mean nothing, and its sizes. Raises UserError where settings `given` or the data (meta) differ."""
     saved = start['model_config']
     shape = {name: saved[name] for name in names if name in saved}
     for name, value in shape.items():
