@@ -54,7 +54,7 @@ class CYBConfig(GPTConfig):
 # --- when the world stops, when the model answers, and what that is worth ---
 
 def stopping_distribution(omega, W):
-    """The probabilities (W numbers, sum 1) that the world stops at slot 1...W, from a name or from W numbers.
+    """The probabilities (W numbers, sum 1) that the world stops at slot 1...W, from a name or W numbers.
     geometric: each slot is half as likely as the one before. Raises UserError for anything else."""
     named = {'last': [0.0] * (W - 1) + [1.0], 'uniform': [1 / W] * W, 'first': [1.0] + [0.0] * (W - 1),
              'geometric': [0.5 ** w / (2 - 2 * 0.5 ** W) for w in range(W)]}
@@ -72,11 +72,9 @@ def stopping_distribution(omega, W):
 
 
 def stop_log_probs(gap, omega):
-    """log Pr(S = i) for slots i = 1...W, (..., W): the output happens where the model answers or the world stops.
-
-    gap (..., W): logsumexp(z) - k, so that d = sigmoid(-gap) is the probability of <don't know>; logsigmoid keeps
-    log d and log(1-d) exact where d is next to 0 or 1. omega: W probabilities.
-    """
+    """log Pr(S = i) for slots i = 1...W, (..., W): the output happens where the model answers or the world
+    stops. gap (..., W): logsumexp(z) - k, so that d = sigmoid(-gap); logsigmoid keeps log d and log(1-d) exact
+    where d is next to 0 or 1. omega: W probabilities."""
     log_d = F.logsigmoid(-gap)
     log_answer = F.logsigmoid(gap)
     tiny = torch.finfo(gap.dtype).tiny
@@ -124,12 +122,9 @@ class CYB(GPT):
         return torch.where((idx >= V)[..., None], self.pauses[(idx - V).clamp(min=0)], x)
 
     def slot_outputs(self, ids, index, slot, pad=None, cache=None):
-        """Slots `slot` (0...W-1) of a row's tokens `index`, with their ids, (B,S) each -> the last block's output
-        (B,S,C). pad: bool (B, cached + S). cache: KVCaches.
-
-        Positions run on over the slots. Where pauses stay unseen, a token keeps a plain GPT's position and its
-        pauses stand between it and the next one.
-        """
+        """Slots `slot` (0...W-1) of a row's tokens `index`, with their ids, (B,S) each -> the last block's
+        output (B,S,C). Positions run on over the slots; where pauses stay unseen, a token has a plain GPT's and
+        its pauses stand between it and the next one. pad: bool (B, cached + S). cache: KVCaches."""
         positions = index * self.config.W + slot
         if not self.config.see_pauses:
             positions = positions / self.config.W
@@ -163,11 +158,9 @@ class CYB(GPT):
             return self.dont_know(y.to(self.dont_know.weight.dtype))[..., 0]
 
     def forward(self, idx, targets=None, pad=None):
-        """idx (B,T), targets (B,T) with -1 = ignore -> (predictions (B,T,V), None) or (None, mean loss in nats).
-
-        The predictions are log sum_i Pr(S=i) p_i, the distribution of the answer over all slots. In training mode
-        the loss is discounted by gamma; else it is their negative log-likelihood, so that runs compare.
-        """
+        """As GPT.forward. The predictions are log sum_i Pr(S=i) p_i, the distribution of the answer over all
+        slots. In training mode the loss is discounted by gamma; else it is their negative log-likelihood, so
+        that runs compare."""
         x = self.every_slot(idx, pad)  # (B,T,W,C)
         if self.config.objective == 'tbys':  # the last slot alone
             x = x[:, :, -1]
@@ -187,10 +180,8 @@ class CYB(GPT):
     @torch.no_grad()
     def paced(self, rows, choose, pauses):
         """Let the rows (SlotRows) grow, each at its own pace, until the caller has ended all; yield after each
-        forward pass a list with every row's (new token, its slots), None where it paused or has ended.
-
-        choose: logits (B,V) -> B tokens. pauses: probability of <don't know> (B,) -> B bools.
-        """
+        pass a list with every row's (new token, its slots), None where it paused or has ended. choose: logits
+        (B,V) -> B tokens. pauses: P(don't know) (B,) -> B bools."""
         with eval_mode(self):
             while any(rows.slots):
                 x = rows.feed()
@@ -212,13 +203,13 @@ class CYB(GPT):
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None,
                  use_cache=True, n_text=None, pace='model', threshold=0.5, skip_unused_pauses=False):
         """As GPT.generate, each row at its own pace: a step is one forward pass, in which rows that pause yield
-        None. Leaves the slots that each new token took in self.slots, a list of ints per row.
+        None. self.slots then has for each row the slots that its new tokens took.
 
-        pace: 'model' pauses with probability d, at temperature 0 where d > threshold; 'first' never pauses; 'all'
-        takes W slots always, as TBYS does, in one pass. top_k and top_p shape the answer alone. The pauses that a
-        token did not take are fed along with the next one, so that the context is that of training and no step is
-        lost; skip_unused_pauses=True leaves them out, the prompt's as well. Raises UserError for an empty prompt
-        and for sampling settings out of range or without effect.
+        pace: 'model' pauses with probability d, at temperature 0 where d > threshold; 'first' never; 'all' takes W
+        slots always, as TBYS does, in one pass. top_k and top_p shape the answer alone. Pauses that a token did
+        not take are fed along with the next one: the context is that of training, and no step is lost.
+        skip_unused_pauses leaves them out, the prompt's as well. Raises UserError for an empty prompt and for
+        settings out of range or without effect.
         """
         check_sampling(prompts, temperature, top_k, top_p)
         check_choice({'pace': pace}, 'pace', 'model first all')
@@ -279,12 +270,9 @@ class CYB(GPT):
 # --- machinery for generation: skip it at first ---
 
 class SlotRows:
-    """The texts of a batch while they grow, each at its own pace, over one KV cache.
-
-    A forward pass feeds every row the slots that it has pending, with padding on the left of those that have
-    fewer; the padding takes up columns of the cache, which stay masked for that row. A row without slots has
-    ended.
-    """
+    """The texts of a batch while they grow, each at its own pace, over one KV cache. A pass feeds every row its
+    pending slots, after padding where others have more; that takes up columns of the cache, which stay masked
+    for the row. A row without slots has ended."""
 
     def __init__(self, model, prompts, opening=1, keep_unused=True, use_cache=True):
         """opening: slots that a new token gets without asking. keep_unused: feed the pauses that were not
@@ -340,7 +328,7 @@ class SlotRows:
         self.columns[r] = []
 
     def feed(self):
-        """The last block's output in the last slot of each row, (B,C); for a row that has ended, anything."""
+        """The last block's output in the last slot of each row, (B,C); anything for a row that has ended."""
         device = self.model.wte.weight.device
         V = self.model.config.vocab_size
         n = max(len(s) - len(c) for s, c in zip(self.slots, self.columns))

@@ -79,15 +79,15 @@ class GPTConfig:
         return [Stage('train', 0, max_iters, learning_rate, self.dropout)]
 
     def kept(self, n):
-        """How many of a text's n tokens it goes on from: all, or half a window where they no longer fit, so that a
-        window is read anew once in block_size / 2 tokens and not at each."""
+        """How many of a text's n tokens it goes on from: all, or half a window where they no longer fit, so
+        that a window is not read anew at each token."""
         return n if n <= self.block_size else max(1, self.block_size // 2)
 
 
 # --- attention ---
 
 def rotate(x, rope):
-    """Rotary embedding (RoFormer, 2104.09864): turn each pair (x1, x2) of x (B,H,S,D) by its position's angle."""
+    """Rotary embedding (2104.09864): turn each pair (x1, x2) of x (B,H,S,D) by its position's angle."""
     cos, sin = rope  # each (B or 1, 1, S, D/2), float32: bfloat16 angles would blur positions
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).to(x.dtype)
@@ -95,10 +95,8 @@ def rotate(x, rope):
 
 def causal_mask(queries, keys, pad=None, device=None):
     """Which keys each of the last `queries` positions sees: bool (B or 1, 1, queries, keys), True = attend.
-
-    pad: bool (B, keys), True = padding. None where attention needs no mask tensor: for a whole unpadded row (fused
-    causal attention) and for a single unpadded query (sees all).
-    """
+    pad: bool (B, keys), True = padding. None where attention needs no mask tensor: for a whole unpadded row
+    (fused kernel) and for a single unpadded query (sees all)."""
     if pad is None and queries in (1, keys):
         return None
     key = torch.arange(keys, device=device if pad is None else pad.device)
@@ -115,7 +113,7 @@ def text_start(pad):
 
 
 class KVCache:
-    """One layer's keys (already rotated) and values: room for `capacity` positions, `length` of them filled."""
+    """A layer's keys (already rotated) and values: room for `capacity` positions, `length` of them filled."""
 
     def __init__(self, capacity):
         self.capacity = capacity
@@ -135,7 +133,7 @@ class KVCache:
 
 
 class GrowingCache(KVCache):
-    """A KV cache that gradients flow through: it is copied at every step, where KVCache writes in place."""
+    """A cache that gradients flow through: copied at every step, where KVCache writes in place."""
 
     def append(self, k, v):
         self.k = torch.cat((self.k, k), dim=2) if self.length else k
@@ -154,11 +152,8 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, log_p=None, cache=None):
-        """x (B,S,C) -> (B,S,C).
-
-        rope: cos and sin, or None. mask: bool (B or 1,1,S,keys), or None for causal. log_p: (B,S), then logits are
-        (q.k + log_p_key) / sqrt(D) and values exp(log_p) * v. cache: a KVCache.
-        """
+        """x (B,S,C) -> (B,S,C). rope: cos and sin, or None. mask: bool (B or 1,1,S,keys), or None for causal.
+        log_p: (B,S), then logits are (q.k + log_p_key) / sqrt(D) and values exp(log_p) * v. cache: a KVCache."""
         B, S, C = x.shape
         D = C // self.n_head
         q, k, v = self.c_attn(x).view(B, S, 3, self.n_head, D).permute(2, 0, 3, 1, 4)  # each (B,H,S,D)
@@ -228,7 +223,7 @@ class LoRALinear(nn.Linear):
 # the loop, anew for each length.
 
 def chunks(N, V):
-    """Slices of N positions with 4M logits each, and 256 positions at least, since small products are slow."""
+    """Slices of N positions with 4M logits each, but at least 256 positions: small products are slow."""
     n = max(256, 2 ** 22 // V)
     return [slice(start, min(start + n, N)) for start in range(0, N, n)]
 
@@ -236,10 +231,8 @@ def chunks(N, V):
 @torch.library.custom_op('adaptive::head_numbers', mutates_args=())
 def head_numbers(y: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype
                  ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With z = y W^T in `dtype`: the target's z and logsumexp(z), (N,) each in float32 or better.
-
-    y (N,C), weight (V,C), targets (N,) in 0...V-1.
-    """
+    """With z = y W^T in `dtype`: the target's z and logsumexp(z), (N,) each, in float32 at least. y (N,C),
+    weight (V,C), targets (N,) in 0...V-1."""
     target_logit, lse = head_numbers_shapes(y, weight, targets, dtype)
     w = weight.to(dtype)
     for rows in chunks(len(y), len(weight)):
@@ -303,7 +296,7 @@ def mean_nll(nll, targets):
 
 @contextlib.contextmanager
 def eval_mode(model):
-    """A block of code without dropout; afterwards the mode is as it was."""
+    """A block of code without dropout; then the mode is as before."""
     was_training = model.training
     if was_training:  # switching takes a tenth of a short answer's time
         model.eval()
@@ -373,7 +366,7 @@ class GPT(nn.Module):
         return self.drop(x)
 
     def check_length(self, positions):
-        """Raises UserError where a row of so many positions does not fit."""
+        """Raises UserError where so many positions do not fit into a row."""
         c = self.config
         if positions > c.row_size:
             per_token = c.row_size // c.block_size
@@ -381,11 +374,11 @@ class GPT(nn.Module):
             raise UserError(f'a row of {tokens} tokens is longer than block_size = {c.block_size}')
 
     def trunk(self, idx, positions=None, mask=None, pad=None, cache=None):
-        """Token ids (B,T) -> the last block's output (B,T,C).
+        """Token ids (B,T) -> the last block's output (B,T,C). Raises UserError when the row does not fit into
+        block_size.
 
         positions: (B or 1, T), by default counted on from the cache, without padding before the text. mask: as in
-        attention, by default causal. pad: bool (B, cached + T), True = padding. cache: KVCaches, extended in
-        place. Raises UserError when the row does not fit into block_size.
+        attention. pad: bool (B, cached + T), True = padding. cache: KVCaches, extended in place.
         """
         past = cache[0].length if cache else 0
         T = idx.size(1)
@@ -407,8 +400,8 @@ class GPT(nn.Module):
         return y.to(torch.promote_types(y.dtype, torch.float32))
 
     def target_numbers(self, y, targets):
-        """The head where targets are known: y (..., C) after the final norm, targets (...), -1 = none -> the
-        target's logit and the logsumexp of all logits, (...) each."""
+        """Where targets (...) are known, -1 = none: the target's logit and the logsumexp of all logits, (...)
+        each, from y (..., C) after the final norm."""
         kind = y.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.lm_head.weight.dtype
         numbers = head_numbers(y.flatten(0, -2), self.lm_head.weight, targets.flatten().clamp(min=0), dtype)
@@ -430,11 +423,9 @@ class GPT(nn.Module):
     # --- generation ---
 
     def next_logits(self, idx, pad, cache):
-        """Logits (B,V) of the token after the last one of idx (B,T); pad as in trunk.
-
-        cache: None, or a list that is filled at the first call: from then on idx has the new tokens alone. A
-        method that leaves it empty gets the whole text each time.
-        """
+        """Logits (B,V) of the token after the last one of idx (B,T); pad as in trunk. cache: None, or a list
+        that is filled at the first call: from then on idx has the new tokens alone. A method that leaves it
+        empty gets the whole text each time."""
         if cache is not None and not cache:
             cache.extend(KVCache(self.config.row_size) for _ in self.layers)
         return self.logits(self.trunk(idx, pad=pad, cache=cache)[:, -1])
@@ -442,12 +433,12 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None,
                  use_cache=True, n_text=None):
-        """Continue prompts, lists of token ids; yield after each step a list with every row's new token.
+        """Continue prompts, lists of token ids; yield after each step a list with every row's new token, None from
+        a row's stop_token on.
 
-        A row yields None from its stop_token on. temperature 0 takes the likeliest token; top_k > 0 and top_p < 1
-        drop the unlikely ones. n_text: only ids below it, the tokenizer's, are drawn: the vocabulary may be
-        larger. A text that outgrows block_size slides on, see GPTConfig.kept. Raises UserError for an empty prompt
-        and for sampling settings out of range.
+        temperature 0 takes the likeliest token; top_k > 0 and top_p < 1 drop the unlikely ones; ids from n_text
+        on, which the tokenizer lacks, are never drawn. A text that outgrows block_size slides on, see
+        GPTConfig.kept. Raises UserError for an empty prompt and for sampling settings out of range.
         """
         check_sampling(prompts, temperature, top_k, top_p)
         device = self.wte.weight.device
@@ -480,7 +471,7 @@ class GPT(nn.Module):
                     return
 
     def complete(self, prompts, max_new_tokens, **sampling):
-        """The new tokens of each prompt, a list of lists, a stop token included. Arguments as in generate."""
+        """The new tokens of each prompt, a stop token included. Arguments as in generate."""
         out = [[] for _ in prompts]
         for tokens in self.generate(prompts, max_new_tokens, **sampling):
             for row, token in zip(out, tokens):
@@ -489,8 +480,8 @@ class GPT(nn.Module):
         return out
 
     def spent(self, prompts, new):
-        """What was spent on each token of prompts + new (lists of token lists): (unit, a list per row of ints,
-        None where not known), or None for a model that spends the same on all."""
+        """What was spent on each token of prompts + new (lists of token lists): (unit, for each row a list of
+        ints, None where not known); None for a model that spends the same on all."""
         return None
 
     def report(self, batches):
@@ -510,8 +501,8 @@ class GPT(nn.Module):
                 module.dropout = p
 
     def param_groups(self, weight_decay):
-        """Matrices and embeddings decay; gains, biases and single vectors do not, nor embeddings that LoRA leaves
-        as they are but for some rows."""
+        """Matrices and embeddings decay; gains, biases and single vectors do not, nor embeddings of which LoRA
+        trains but some rows."""
         decaying, others = [], []
         for name, p in self.named_parameters():
             if p.requires_grad:
@@ -520,13 +511,10 @@ class GPT(nn.Module):
         return [{'params': decaying, 'weight_decay': weight_decay}, {'params': others, 'weight_decay': 0.0}]
 
     def load_pretrained(self, state):
-        """Start from another checkpoint's weights (a state dict), tensor by tensor of the same name; returns the
-        names of those that it lacks.
-
-        Where this model has more rows (a larger vocabulary), the further rows keep their initial values. Raises
-        UserError where shapes do not fit, where a head of its own would have to share the embeddings' matrix, or
-        where LoRA would leave rows untrained.
-        """
+        """Start from another checkpoint's weights (a state dict), tensor by tensor of the same name; returns
+        the names of those that it lacks. Where this model has more rows (a larger vocabulary), the further ones
+        keep their initial values. Raises UserError where shapes do not fit, a head of its own would have to
+        share the embeddings' matrix, or LoRA would leave rows untrained."""
         tied = self.lm_head.weight is self.wte.weight and 'lm_head.weight' in state
         if tied and not torch.equal(state['lm_head.weight'], state['wte.weight']):
             raise UserError('tie_weights = True: the checkpoint to start from has a head of its own, which would '
@@ -550,7 +538,7 @@ class GPT(nn.Module):
         return [self.config.block_size] * self.config.n_layer, self.config.block_size
 
     def flops_per_token(self):
-        """FLOPs of forward and backward per token of a full row, counted as in PaLM (2204.02311), appendix B."""
+        """FLOPs of forward and backward per token of a full row, as in PaLM (2204.02311), appendix B."""
         in_blocks, in_head = self.row_lengths()
         block_params = sum(p.numel() for p in self.layers[0].parameters())
         total = sum(6 * block_params * S + 12 * self.config.n_embd * S * S for S in in_blocks)
@@ -566,8 +554,8 @@ def check_sampling(prompts, temperature, top_k, top_p):
 
 
 def left_pad(rows, device):
-    """Token lists -> idx (B,T) and pad (B,T) bool, or None where all are of one length. Rows end on the right, so
-    that every row's next token is predicted at the last column."""
+    """Token lists -> idx (B,T) and pad (B,T) bool, or None where all are of one length. Rows end on the right:
+    every next token is predicted at the last column."""
     missing = [max(map(len, rows)) - len(row) for row in rows]
     idx = torch.tensor([[0] * n + row for n, row in zip(missing, rows)], device=device)
     if not any(missing):

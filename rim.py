@@ -25,12 +25,10 @@ from model import (GPT, GPTConfig, GrowingCache, KVCache, Stage, TOKEN_ROWS, cau
 # --- rows ---
 
 def build_row(question, readouts, weights, n_mem, special, question_weight=0.0):
-    """One training row: question, block 1, read-out 1, block 2, read-out 2, ...
-
-    question, readouts: token ids and lists of them. weights: one per read-out, of each of its tokens and its end.
-    n_mem: M, or None for no blocks: then the one read-out follows the question, as in plain fine-tuning. special:
-    records.Special. A read-out of weight 0 is left out, since no other token sees it.
-    """
+    """One training row: question, block 1, read-out 1, block 2, read-out 2, ... question, readouts: token ids
+    and lists of them. weights: one per read-out, of each of its tokens and its end. n_mem: M, or None for no
+    blocks: then the one read-out follows the question, as in plain fine-tuning. A read-out of weight 0 is left
+    out, since no other token sees it."""
     memory = [] if n_mem is None else memory_block(special, n_mem)
     n, m = len(question), len(memory)
     row = Row(tokens=list(question), kind=[QUESTION] * n, block=[0] * n, positions=list(range(n)),
@@ -205,11 +203,9 @@ class RiM(GPT):
 
     def prefill(self, questions, n_blocks=0, n_mem=0):
         """Read questions (token lists) and memory blocks in one pass; n_blocks, n_mem: K and M, 0 = as trained.
-
-        Returns (cache, pad, points): points has, for each memory block or where there are none for the question,
-        the cache's length at its end and the output (B,C) from which an answer is read. Raises UserError if
-        question and blocks do not fit into block_size.
-        """
+        Returns (cache, pad, points): points has, for each block or where there are none for the question, the
+        cache's length at its end and the output (B,C) from which an answer is read. Raises UserError if they do
+        not fit into block_size."""
         c = self.config
         if n_blocks < 0 or n_mem < 0 or (n_blocks or n_mem) and not c.has_blocks:
             problem = 'must be at least 1' if c.has_blocks else 'this model has no memory blocks'
@@ -230,11 +226,9 @@ class RiM(GPT):
     @torch.no_grad()
     def read(self, cache, pad, point, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0):
         """Decode a read-out at one of prefill's points; yield for each token (ids (B,), log-probabilities (B,),
-        goes_on (B,) bool: whether that row's read-out reaches this token).
-
-        <b>, <m> and </b> are never drawn: probabilities are those among text and <end>. The cache is cut back to
-        the point and what follows overwritten, so read later blocks before earlier ones.
-        """
+        goes_on (B,) bool: whether that row's read-out reaches this token). <b>, <m> and </b> are never drawn:
+        probabilities are those among text and <end>. The cache is cut back to the point: read later blocks
+        before earlier ones."""
         end, x = point
         for layer_cache in cache:
             layer_cache.length = end
@@ -375,7 +369,7 @@ class CoconutConfig(MemoryConfig):
 
 class Coconut(RiM):
     def trunk(self, idx, positions=None, mask=None, pad=None, cache=None):
-        """As GPT.trunk, but in place of a <m> the model reads its own last hidden state at the token before: one
+        """As GPT.trunk, but in place of a <m> the model reads its last hidden state at the token before: one
         pass per thought, with gradients through all. The <m> of all rows must stand in the same columns."""
         S = idx.size(1)
         thoughts = (idx[0] == self.special.mem).nonzero()[:, 0].tolist() if S > 1 else []

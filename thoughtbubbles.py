@@ -42,8 +42,8 @@ class ThoughtbubblesConfig(GPTConfig):
         super().__post_init__()
         for layer in self.fork_layers:
             if type(layer) is not int or not 0 <= layer < self.n_layer:
-                raise UserError(f'fork_layers = {self.fork_layers}: {layer} is not a block of n_layer = {self.n_layer}; '
-                                f'give whole numbers from 0 to {self.n_layer - 1}')
+                raise UserError(f'fork_layers = {self.fork_layers}: {layer} is not a block of n_layer = '
+                                f'{self.n_layer}; give whole numbers from 0 to {self.n_layer - 1}')
         if len(set(self.fork_layers)) < len(self.fork_layers):
             raise UserError(f'fork_layers = {self.fork_layers}: each layer may be named once')
         if not 1 <= self.kappa <= 1e6:
@@ -66,11 +66,9 @@ def is_original(src):
 
 
 def select(log_p, src, scores, limit, random=False):
-    """Which streams go on after a fork step (section 3 of the paper).
-
-    log_p, src: (B,S). scores (B,S,2): logits of fork and keep. limit: how many go on, an int, or (B,) where rows
-    are padded. Returns parent (B,n), is_fork (B,n) bool and the new log_p (B,n), in stream order.
-    """
+    """Which streams go on after a fork step (section 3 of the paper). log_p, src: (B,S). scores (B,S,2): logits
+    of fork and keep. limit: how many go on, an int, or (B,) where rows are padded. Returns parent (B,n),
+    is_fork (B,n) bool and the new log_p (B,n), in stream order."""
     a = F.logsigmoid(scores).clamp(min=MIN_LOG_SCORE)
     candidates = (log_p[..., None] + a).flatten(1)  # (B,2S): each copy to the left of its parent
     rank = torch.rand_like(candidates) if random else candidates.detach()
@@ -198,7 +196,7 @@ class Thoughtbubbles(GPT):
         return token_logsumexp(self.logits(x).log_softmax(dim=-1) + log_w[..., None], src, T)
 
     def forward(self, idx, targets=None, pad=None):
-        """As GPT.forward. With targets and merge='probs' only the target's probability is averaged, not all V."""
+        """As GPT.forward. With targets and merge='probs' only the target's probability is averaged."""
         if self.plain or self.config.merge != 'probs':
             return super().forward(idx, targets, pad)
         x, log_p, src = self.streams(idx, pad)
@@ -225,8 +223,8 @@ class Thoughtbubbles(GPT):
 
     @torch.no_grad()
     def spent(self, prompts, new):
-        """How many streams each token of prompts + new holds after the last block, in one pass over the last
-        block_size tokens of the finished text; the ones before are None."""
+        """The streams that each token of prompts + new holds after the last block, in one pass over the last
+        block_size tokens of the finished text; None before."""
         if self.plain:
             return None
         numbers = []

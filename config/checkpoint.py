@@ -28,10 +28,8 @@ def save_checkpoint(path, checkpoint):
 
 
 def load_checkpoint(path, mmap=False):
-    """Read a checkpoint with weights_only=True, so that a hostile file cannot run code. Raises UserError.
-
-    mmap: leave the tensors on disk until they are used, for one who wants a number.
-    """
+    """Read a checkpoint with weights_only=True, so that a hostile file cannot run code. mmap: leave the tensors
+    on disk until they are used. Raises UserError."""
     if not os.path.isfile(path):
         raise UserError(f'checkpoint {path} is not there: train one first, or give --out_dir')
     try:

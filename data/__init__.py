@@ -30,11 +30,9 @@ def distinct_texts(name, texts, longest):
 
 
 class Tokenizer:
-    """Text <-> token ids, of meta.json's 'tokenizer': {'kind': 'char', 'chars': [...]} or {'kind': 'gpt2'}.
-
-    An optional 'special' is a list of names of tokens that no text contains; their ids follow the text's, see the
-    attribute `special`, {name: id}. Ids below n_text are text; vocab_size counts all. Raises UserError.
-    """
+    """Text <-> token ids, of meta.json's 'tokenizer': {'kind': 'char', 'chars': [...]} or {'kind': 'gpt2'}, and
+    'special', if there, the names of tokens that no text contains. Their ids follow the text's: `special` is
+    {name: id}. Ids below n_text are text; vocab_size counts all. Raises UserError."""
 
     def __init__(self, spec):
         if not isinstance(spec, dict) or spec.get('kind') not in ('char', 'gpt2'):
@@ -67,7 +65,7 @@ class Tokenizer:
         return [self.ids[ch] for ch in text]
 
     def decode(self, ids):
-        """Text of token ids. What is not text shows: a special token by its name, any other id as <128>, say."""
+        """Text of token ids; what is not text shows: a special token's name, any other id as <128>, say."""
         names = {i: name for name, i in self.special.items()}
         parts = [None if 0 <= i < self.n_text else names.get(i, f'<{i}>') for i in ids]
         if self.kind == 'char':
@@ -77,7 +75,7 @@ class Tokenizer:
                         for i, part in zip(ids, parts)).decode('utf-8', errors='replace')
 
     def start_text(self):
-        """A text of one token to begin with: a newline, or the first character of a vocabulary that has none."""
+        """A token's text to begin with: a newline, or the first character where there is none."""
         return '\n' if self.kind == 'gpt2' or '\n' in self.ids else self.chars[0]
 
 
@@ -138,12 +136,9 @@ def dataset_folder(name):
 
 
 def ensure_prepared(name, given=True):
-    """Make a data set that has no meta.json, or whose text is another one by now: the text of a path, or a small
-    one of data/ by its prepare.py. Raises UserError that names the way out.
-
-    given: whether the user gave the name. One out of a checkpoint may be anybody's: for it nothing is run or
-    written. A prepare.py behind a path is never run.
-    """
+    """Make a data set that has no meta.json, or whose text has changed: the text of a path, or a small one of
+    data/ by its prepare.py. Raises UserError. given: whether the user gave the name. One out of a checkpoint
+    may be anybody's: for it nothing is run or written. A prepare.py behind a path is never run."""
     names = [d for d in sorted(os.listdir(ROOT)) if any(os.path.exists(os.path.join(ROOT, d, file))
                                                         for file in ('prepare.py', 'meta.json'))]
     if not isinstance(name, str) or not (is_path(name) or name in names):
@@ -213,7 +208,7 @@ def read_meta(name):
 
 
 def check_crc32(path, content, meta):
-    """Raises UserError if a content (bytes or array) is not what meta.json was written for; one made by hand
+    """Raises UserError if a content (bytes or array) is not what meta.json was written for. One made by hand
     need not have checksums."""
     crc32 = meta.get('crc32', {}).get(os.path.basename(path))
     if crc32 is not None and zlib.crc32(content) != crc32:

@@ -121,11 +121,9 @@ def hold_out(rows, n, path):
 
 
 def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
-    """Write {split: [(question, steps, answer)]} as JSONL, and meta.json.
-
-    left_out: {reason: count} of the source's other rows, printed and kept in meta.json. Raises UserError if a
-    split is empty, has a character that the tokenizer lacks, or is not text.
-    """
+    """Write {split: [(question, steps, answer)]} as JSONL, and meta.json. left_out: {reason: count} of the
+    source's other rows, printed and kept there. Raises UserError if a split is empty, has a character that the
+    tokenizer lacks, or is not text."""
     tokenizer_spec = {**tokenizer_spec, 'special': SPECIAL}
     tokenizer = Tokenizer(tokenizer_spec)
     meta = {'kind': 'records', 'tokenizer': tokenizer_spec, 'vocab_size': tokenizer.vocab_size, 'source': source,
@@ -190,10 +188,9 @@ def check_record(entry, where, need_steps=True):
 
 
 def read_records(path, need_steps=True, meta={}):
-    """All records of a JSONL file. need_steps=False admits empty steps, for a test split. meta: of the data set.
-
-    Raises UserError if the file is missing, empty or not what meta was written for, or a line is not a record.
-    """
+    """All records of a JSONL file. need_steps=False admits empty steps, for a test split. meta: of the data
+    set. Raises UserError if the file is missing, empty or not what meta was written for, or a line is not a
+    record."""
     try:
         with open(path, 'rb') as f:
             content = f.read()
@@ -223,11 +220,9 @@ def encode_question(tokenizer, question):
 
 
 def epoch_order(lengths, rows_per_step, rng, window=32):
-    """Row numbers of one epoch's batches, (iterations, rows_per_step): each once, rows of similar length together.
-
-    The rows are shuffled, sorted by length within windows of `window` batches and cut into batches, which are
-    shuffled. What the last batch lacks is taken from the epoch's first rows.
-    """
+    """Row numbers of one epoch's batches, (iterations, rows_per_step): each once, rows of similar length
+    together. The rows are shuffled, sorted by length within windows of `window` batches and cut into batches,
+    which are shuffled. What the last batch lacks is taken from the epoch's first rows."""
     iters = -(-len(lengths) // rows_per_step)
     order = np.resize(rng.permutation(len(lengths)), iters * rows_per_step)
     for first in range(0, len(order), window * rows_per_step):
@@ -286,11 +281,9 @@ def table(rows, sees, tokenizer):
 # --- a data set in memory ---
 
 class RecordData:
-    """The records of train and val that fit, as they are and encoded; the others are counted.
-
-    longest: Encoded -> the positions that it takes. Raises UserError if the data set is plain text, its tokenizer
-    lacks the special tokens, or no record is left.
-    """
+    """The records of train and val that fit, as they are and encoded; the others are counted. longest: Encoded
+    -> the positions that it takes. Raises UserError if the data set is plain text, its tokenizer lacks the
+    special tokens, or no record is left."""
 
     def __init__(self, dataset, meta, config, longest):
         if meta['kind'] != 'records':
@@ -376,12 +369,10 @@ def gold_answers(records):
 
 
 def score(ask, tokenizer, records, batch_size=32):
-    """Which answers are right: bool (n, blocks), where any of several samples may be right.
-
-    ask: questions (token lists) -> by block and by sample (token lists, anything), see RiM.answers. The last
-    column's mean is the exact-match accuracy, that of any column the oracle accuracy. As no block sees a later
-    one, column k-1 is what a model with k blocks answers, also with more than trained.
-    """
+    """Which answers are right: bool (n, blocks), where any of several samples may be right. ask: questions
+    (token lists) -> by block and by sample (token lists, anything), see RiM.answers. The last column's mean is
+    the exact-match accuracy, that of any column the oracle accuracy. As no block sees a later one, column k-1
+    is what a model with k blocks answers, also with more than trained."""
     gold = gold_answers(records)
     correct = {}
     order = sorted(range(len(records)), key=lambda i: len(records[i].question))  # little padding

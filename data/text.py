@@ -36,11 +36,9 @@ def write_text_dataset(folder, text, tokenizer_spec, source, val_fraction=0.1):
 
 
 def read_bin(path, meta, block_size):
-    """Token ids of train.bin or val.bin as a memory map. The whole file is checked here, once, at disk speed.
-
-    Raises UserError if it is missing, of a length that does not fit, shorter than a block, has ids beyond the
-    vocabulary, or is not what meta.json was written for.
-    """
+    """Token ids of train.bin or val.bin as a memory map; the file is checked here, once, at disk speed. Raises
+    UserError if it is missing, of a length that does not fit, shorter than a block, has ids beyond the
+    vocabulary, or is not what meta.json was written for."""
     try:
         size = os.path.getsize(path)
     except OSError:
@@ -68,8 +66,8 @@ def read_bin(path, meta, block_size):
 
 
 class TextBatches:
-    """Rows of block_size tokens from a text. Training rows start anywhere; validation rows are spread evenly over
-    val.bin without overlap and are always the same, so that the curves of different methods compare."""
+    """Rows of block_size tokens. Training rows start anywhere; validation rows are spread evenly over val.bin
+    without overlap and are always the same, so that methods' curves compare."""
 
     def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
         if meta['kind'] != 'text':
