@@ -91,7 +91,8 @@ def training_step():
     compare_steps([('gpt', 'gpt', SMALL),
                    ('gpt again (the noise)', 'gpt', SMALL),
                    ('copy-2', 'thoughtbubbles', dict(SMALL, fork_layers=(), copies=2, merge='rightmost')),
-                   *((f'thoughtbubbles kappa {kappa} {merge}', 'thoughtbubbles', dict(SMALL, kappa=kappa, merge=merge))
+                   *((f'thoughtbubbles kappa {kappa} {merge}', 'thoughtbubbles',
+                      dict(SMALL, kappa=kappa, merge=merge))
                      for kappa in (2, 4) for merge in ('probs', 'residual'))])
 
 
