@@ -1,6 +1,6 @@
 """Speed and memory as ratios within one run: python bench.py [--part=train]
 
-Every case is timed in turn, round after round, and the median taken: a slow moment of the machine hits all.
+All cases are timed in turn, round after round, and medians taken: a slow moment of the machine hits all.
 """
 import os
 import statistics
@@ -26,8 +26,8 @@ SMALL = dict(vocab_size=65, block_size=64, n_layer=4, n_head=4, n_embd=128)  # c
 
 
 def build(method, rows=None, **settings):
-    """A model with random weights and its training step on batch_size or `rows` rows, as a function."""
-    config_class, model_class, _ = METHODS[method] if method != 'whole' else (GPTConfig, WholeLogits, None)
+    """A model with random weights and its training step on `rows` or batch_size rows, a function."""
+    config_class, model_class, *_ = METHODS.get(method, (GPTConfig, WholeLogits))
     torch.manual_seed(0)
     model = model_class(config_class(**settings)).to(device)
     optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
@@ -37,6 +37,7 @@ def build(method, rows=None, **settings):
         model(ids[:, :-1], ids[:, 1:])[1].backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
     return model, step
 
 
@@ -49,7 +50,7 @@ def seconds(function):
 
 
 def peak_memory(function):
-    """Most bytes that the function held at once beyond what was there before."""
+    """Most bytes that the function held at once, beyond what there was before."""
     if device.startswith('cuda'):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -76,8 +77,7 @@ def compare_steps(cases):
         for name, _, step in built:
             times[name].append(seconds(step))
     base = None
-    print(f'{"training step":32s} {"ms":>8s} {"MB":>8s} {"time x":>8s} {"memory x":>9s} {"FLOPs x":>8s} '
-          f'{"time/FLOPs":>11s} {"mem/FLOPs":>10s}')
+    print(f'{"training step":32s}       ms       MB   time x  memory x  FLOPs x  time/FLOPs  mem/FLOPs')
     for name, model, step in built:
         now = statistics.median(times[name]), peak_memory(step), model.flops_per_token() * model.config.block_size
         base = base or now
@@ -97,8 +97,8 @@ def training_step():
 
 
 def wide_vocabulary():
-    """Each method at GPT-2's vocabulary, where the head is nearly all of a small model, beside a plain GPT whose
-    loss holds all logits at once."""
+    """Each method at GPT-2's vocabulary, where the head is nearly all of a small model. `whole`: a plain GPT whose
+    loss holds all logits at once, as most do, also as many as W = 4 slots a token need."""
     size = dict(SMALL, vocab_size=50257, rows=4)
     compare_steps([('gpt, whole logits', 'whole', size),
                    ('gpt', 'gpt', size),
@@ -111,8 +111,7 @@ def wide_vocabulary():
 
 class WholeLogits(GPT):
     def nll(self, x, targets):
-        nll = F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), reduction='none')
-        return nll.view(targets.shape)
+        return F.cross_entropy(self.logits(x).transpose(1, 2), targets, reduction='none')
 
 
 def generating():
@@ -127,8 +126,9 @@ def generating():
 
 
 def answering():
-    """From a question to the first token of its answer, with random weights of the size of tb_small: memory blocks
-    join the prefill, Coconut takes a pass per thought, written steps (24 tokens, about four) one per token."""
+    """From a question to its answer's first token, with random weights of the size of gpt_small: memory blocks
+    join the prefill, Coconut takes a pass per thought, written steps (24 tokens, about four steps) one per
+    token."""
     print(f'{"time to the first token":32s} {"question":>8s} {"ms":>8s} {"time x":>8s}')
     for length in (64, 192):
         size = dict(SMALL, block_size=256)

@@ -4,8 +4,8 @@
     reads     R  .  .    O  .  .    M  .  .
     says      ?  O       M          ?  ?  E          the first answer counts; the world may force one earlier
 
-Every token is followed by W-1 pauses and so has W slots, in which the model may answer with the next token. The
-loss is over the random slot S at which the output happens: where the model answers or the world stops it.
+Every token is followed by W-1 pauses and so has W slots to answer in with the next token. The loss is over the
+random slot S at which the output happens: the first where the model answers or the world stops it.
 
 B batch, T tokens, W slots, C width, V vocabulary; z logits of the V tokens, k logit of <don't know>;
 d = P(don't know), t = P(target | an answer) of a slot; omega: when the world stops; gamma: the discount of a slot.
@@ -25,9 +25,9 @@ from model import (GPT, GPTConfig, GREEDY, KVCache, causal_mask, check_sampling,
 @dataclass
 class CYBConfig(GPTConfig):
     W: int = 2  # slots per token: itself and W-1 pauses
-    omega: str | tuple = 'last'  # when the world stops: last | uniform | first | geometric | W numbers
+    omega: str | tuple = 'last'  # when the world stops: last (never early) | uniform | first | geometric | numbers
     gamma0: float = 1.0  # discount per slot, below 1 rewards early answers; in training alone
-    d_init: float = 0.5  # P(don't know) before training; 1/(V+1) would leave slot 2 hardly a gradient
+    d_init: float = 0.5  # P(don't know) before training; 1/(V+1), any output's, leaves slot 2 hardly a gradient
     objective: str = 'cyb'  # cyb | tbys (baseline: cross-entropy in the last slot, no <don't know>)
     see_pauses: bool = True  # False: later tokens do not see a token's pauses and positions count tokens
 
@@ -43,7 +43,8 @@ class CYBConfig(GPTConfig):
         check_choice(vars(self), 'objective', 'cyb tbys')
         stopping_distribution(self.omega, self.W)
         if self.objective == 'tbys' and (self.omega != 'last' or self.gamma0 != 1):
-            raise UserError(f'omega = {self.omega}, gamma0 = {self.gamma0}: no effect with objective = tbys')
+            raise UserError(f'omega = {self.omega}, gamma0 = {self.gamma0}: they have no effect with '
+                            'objective = tbys')
 
     @property
     def row_size(self):
@@ -53,10 +54,8 @@ class CYBConfig(GPTConfig):
 # --- when the world stops, when the model answers, and what that is worth ---
 
 def stopping_distribution(omega, W):
-    """The probabilities (W numbers, sum 1) that the world stops at slot 1...W, from a name or from W numbers.
-
-    geometric: each slot is half as likely as the one before. Raises UserError for anything else.
-    """
+    """The probabilities (W numbers, sum 1) that the world stops at slot 1...W, from a name or W numbers.
+    geometric: each slot is half as likely as the one before. Raises UserError for anything else."""
     named = {'last': [0.0] * (W - 1) + [1.0], 'uniform': [1 / W] * W, 'first': [1.0] + [0.0] * (W - 1),
              'geometric': [0.5 ** w / (2 - 2 * 0.5 ** W) for w in range(W)]}
     if isinstance(omega, str):
@@ -73,28 +72,26 @@ def stopping_distribution(omega, W):
 
 
 def stop_log_probs(gap, omega):
-    """log Pr(S = i) for slots i = 1...W, (..., W): the output happens where the model answers or the world stops.
-
-    gap (..., W): logsumexp(z) - k, so that d = sigmoid(-gap) is the probability of <don't know>; logsigmoid keeps
-    log d and log(1-d) exact where d is next to 0 or 1. omega: W probabilities.
-    """
-    log_d, log_answer = F.logsigmoid(-gap), F.logsigmoid(gap)
+    """log Pr(S = i) for slots i = 1...W, (..., W): the output happens where the model answers or the world
+    stops. gap (..., W): logsumexp(z) - k, so that d = sigmoid(-gap); logsigmoid keeps log d and log(1-d) exact
+    where d is next to 0 or 1. omega: W probabilities."""
+    log_d = F.logsigmoid(-gap)
+    log_answer = F.logsigmoid(gap)
     tiny = torch.finfo(gap.dtype).tiny
     n = max(i + 1 for i, w in enumerate(omega) if w > tiny)  # the world lets nobody past slot n
     reached = F.pad(log_d[..., :n - 1].cumsum(dim=-1), (1, 0))  # log prod_{j<i} d_j
     remaining = [math.fsum(omega[i:]) for i in range(n)]  # R_i: the world has not stopped before slot i
-    log_remaining, log_omega = (gap.new_tensor(p).log() for p in (remaining, omega))
+    log_remaining = gap.new_tensor(remaining).log()
+    log_omega = gap.new_tensor(omega).log()
     stops = torch.logaddexp(log_remaining[:-1] + log_answer[..., :n - 1], log_omega[:n - 1] + log_d[..., :n - 1])
-    stops = torch.cat((stops, log_remaining[-1].expand_as(gap[..., :1])), dim=-1)  # at slot n both end it: omega_n
+    stops = torch.cat((stops, log_remaining[-1].expand_as(gap[..., :1])), dim=-1)  # slot n ends it: omega_n
     return F.pad(reached + stops, (0, len(omega) - n), value=-math.inf)
 
 
 def cyb_loss(target_logit, dont_know, lse, omega, gamma):
     """-log sum_i Pr(S=i) gamma_i t_i in nats, (...), where t_i = exp(target_logit - lse) is the target's
-    probability given that slot i answers.
-
-    target_logit, dont_know, lse = logsumexp(z): (..., W) each. omega, gamma: W numbers each.
-    """
+    probability given that slot i answers. target_logit, dont_know, lse = logsumexp(z): (..., W). omega, gamma: W
+    numbers."""
     log_t = target_logit - lse
     return -torch.logsumexp(stop_log_probs(lse - dont_know, omega) + lse.new_tensor(gamma).log() + log_t, dim=-1)
 
@@ -111,8 +108,7 @@ class CYB(GPT):
         if config.objective == 'cyb':
             self.dont_know = nn.Linear(config.n_embd, 1)
             self._init_weights(self.dont_know)
-            # logsumexp(z) is about log V before training
-            d = config.d_init
+            d = config.d_init  # before training logsumexp(z) is about log V
             nn.init.constant_(self.dont_know.bias, math.log(config.vocab_size * d / (1 - d)))
 
     # --- slots: pause j of a token has the id V + j - 1 ---
@@ -126,12 +122,9 @@ class CYB(GPT):
         return torch.where((idx >= V)[..., None], self.pauses[(idx - V).clamp(min=0)], x)
 
     def slot_outputs(self, ids, index, slot, pad=None, cache=None):
-        """Slots `slot` (0...W-1) of tokens `index` of a row, with their ids, (B,S) each -> the last block's output
-        (B,S,C). pad: bool (B, cached + S). cache: KVCaches.
-
-        Positions run on over the slots. Where pauses stay unseen, the token keeps a plain GPT's position and its
-        pauses stand between it and the next one.
-        """
+        """Slots `slot` (0...W-1) of a row's tokens `index`, with their ids, (B,S) each -> the last block's
+        output (B,S,C). Positions run on over the slots; where pauses stay unseen, a token has a plain GPT's and
+        its pauses stand between it and the next one. pad: bool (B, cached + S). cache: KVCaches."""
         positions = index * self.config.W + slot
         if not self.config.see_pauses:
             positions = positions / self.config.W
@@ -146,10 +139,9 @@ class CYB(GPT):
 
     def every_slot(self, idx, pad=None):
         """Token ids (B,T) -> the last block's output in every slot (B,T,W,C). pad: bool (B,T), True = padding.
-
-        Raises UserError when the row does not fit into block_size.
-        """
-        (B, T), W = idx.shape, self.config.W
+        Raises UserError when the row does not fit into block_size."""
+        B, T = idx.shape
+        W = self.config.W
         self.check_length(T * W)
         pauses = self.config.vocab_size + torch.arange(W - 1, device=idx.device)
         ids = torch.cat((idx[..., None], pauses.expand(B, T, W - 1)), dim=-1).flatten(1)  # (B,T*W)
@@ -161,23 +153,21 @@ class CYB(GPT):
         return self.slot_outputs(ids, index, order % W, pad).view(B, T, W, -1)
 
     def dont_know_logit(self, y):
-        """k (...) from a slot's normed output y (..., C), never in half precision: d may be next to 0 or 1."""
+        """k (...) of a slot's normed output y (..., C), never in half precision: d may be next to 0 or 1."""
         with torch.autocast(y.device.type, enabled=False):
             return self.dont_know(y.to(self.dont_know.weight.dtype))[..., 0]
 
     def forward(self, idx, targets=None, pad=None):
-        """idx (B,T), targets (B,T) with -1 = ignore -> (predictions (B,T,V), None) or (None, mean loss in nats).
-
-        The predictions are log sum_i Pr(S=i) p_i, the distribution of the answer over all slots, up to a constant.
-        In training mode the loss is discounted by gamma; else it is their plain negative log-likelihood, so that
-        runs compare.
-        """
+        """As GPT.forward. The predictions are log sum_i Pr(S=i) p_i, the distribution of the answer over all
+        slots. In training mode the loss is discounted by gamma; else it is their negative log-likelihood, so
+        that runs compare."""
         x = self.every_slot(idx, pad)  # (B,T,W,C)
         if self.config.objective == 'tbys':  # the last slot alone
             x = x[:, :, -1]
             return (self.logits(x), None) if targets is None else (None, mean_nll(self.nll(x, targets), targets))
         if targets is None:
-            z, k = self.logits(x), self.dont_know_logit(self.ln_f(x))  # (B,T,W,V) and (B,T,W)
+            z = self.logits(x)  # (B,T,W,V)
+            k = self.dont_know_logit(self.ln_f(x))  # (B,T,W)
             stops = stop_log_probs(z.logsumexp(dim=-1) - k, self.omega)
             return (z.log_softmax(dim=-1) + stops[..., None]).logsumexp(dim=2), None
         y = self.ln_f(x)
@@ -190,12 +180,10 @@ class CYB(GPT):
     @torch.no_grad()
     def paced(self, rows, choose, pauses):
         """Let the rows (SlotRows) grow, each at its own pace, until the caller has ended all; yield after each
-        forward pass a list with every row's (new token, slots taken), None where it paused or has ended.
-
-        choose: logits (B,V) -> B tokens. pauses: probability of <don't know> (B,) -> B bools.
-        """
+        pass a list with every row's (new token, its slots), None where it paused or has ended. choose: logits
+        (B,V) -> B tokens. pauses: P(don't know) (B,) -> B bools."""
         with eval_mode(self):
-            while any(rows.live):
+            while any(rows.slots):
                 x = rows.feed()
                 logits = self.logits(x)
                 d = torch.zeros_like(logits[:, 0])
@@ -203,25 +191,25 @@ class CYB(GPT):
                     d = torch.sigmoid(self.dont_know_logit(self.ln_f(x)) - logits.logsumexp(dim=-1))
                 step = [None] * len(rows.tokens)
                 for r, (new, pause) in enumerate(zip(choose(logits), pauses(d))):
-                    if rows.live[r] and not (pause and rows.used(r) < self.config.W):
+                    if rows.slots[r] and not (pause and rows.used(r) < self.config.W):
                         step[r] = new, rows.used(r)
                 yield step
                 for r, answer in enumerate(step):
-                    if rows.live[r] and answer:
+                    if rows.slots[r] and answer:
                         rows.answer(r, answer[0])
-                    elif rows.live[r]:
+                    elif rows.slots[r]:
                         rows.pause(r)
 
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None,
                  use_cache=True, n_text=None, pace='model', threshold=0.5, skip_unused_pauses=False):
-        """As GPT.generate, each row at its own pace: a step is one forward pass, in which some rows yield None
-        because they pause. Leaves the slots that each new token took in self.slots, a list of ints per row.
+        """As GPT.generate, each row at its own pace: a step is one forward pass, in which rows that pause yield
+        None. self.slots then has for each row the slots that its new tokens took.
 
-        pace: 'model' pauses with probability d, at temperature 0 where d > threshold; 'first' never pauses, 'all'
-        takes W slots always, as TBYS does, in one forward pass. top_k and top_p shape the answer alone.
-        By default the pauses that a token did not take are fed along with the next token, so that the context is
-        that of training and no step is lost; skip_unused_pauses=True leaves them out, those of the prompt as well.
-        Raises UserError for an empty prompt and for sampling settings out of range or without effect.
+        pace: 'model' pauses with probability d, at temperature 0 where d > threshold; 'first' never; 'all' takes W
+        slots always, as TBYS does, in one pass. top_k and top_p shape the answer alone. Pauses that a token did
+        not take are fed along with the next one: the context is that of training, and no step is lost.
+        skip_unused_pauses leaves them out, the prompt's as well. Raises UserError for an empty prompt and for
+        settings out of range or without effect.
         """
         check_sampling(prompts, temperature, top_k, top_p)
         check_choice({'pace': pace}, 'pace', 'model first all')
@@ -246,6 +234,7 @@ class CYB(GPT):
             if pace != 'model':
                 return [False] * len(d)
             return (d > (threshold if greedy else torch.rand_like(d))).tolist()
+
         for step in self.paced(rows, choose, pauses) if max_new_tokens else ():
             for r, answer in enumerate(step):
                 if answer:
@@ -265,8 +254,7 @@ class CYB(GPT):
     def load_pretrained(self, state):
         """As GPT.load_pretrained. From a plain GPT, d is at most d_init at first."""
         plain = 'pauses' not in state and 'dont_know.weight' not in state
-        if plain and 'wpe.weight' in state and self.config.see_pauses:
-            # positions run on over the slots: each starts where its token was
+        if plain and 'wpe.weight' in state and self.config.see_pauses:  # a token's slots start where it was
             state = {**state, 'wpe.weight': state['wpe.weight'].repeat_interleave(self.config.W, dim=0)}
         new = super().load_pretrained(state)
         if 'dont_know.weight' in new:
@@ -282,14 +270,13 @@ class CYB(GPT):
 # --- machinery for generation: skip it at first ---
 
 class SlotRows:
-    """The texts of a batch while they grow, each at its own pace, over one KV cache.
-
-    A forward pass feeds every row the slots that it has pending, with padding on the left of those that have
-    fewer; the padding takes up columns of the cache, which stay masked for that row.
-    """
+    """The texts of a batch while they grow, each at its own pace, over one KV cache. A pass feeds every row its
+    pending slots, after padding where others have more; that takes up columns of the cache, which stay masked
+    for the row. A row without slots has ended."""
 
     def __init__(self, model, prompts, opening=1, keep_unused=True, use_cache=True):
-        """opening: slots that a new token gets without asking. keep_unused: feed pauses that were not taken."""
+        """opening: slots that a new token gets without asking. keep_unused: feed the pauses that were not
+        taken."""
         self.model = model
         self.use_cache = use_cache
         self.cache = None
@@ -300,8 +287,8 @@ class SlotRows:
         self.tokens = [list(prompt) for prompt in prompts]
         self.slots = []  # (token, slot) of all that a row holds
         self.columns = [[] for _ in prompts]  # where the cache has it, as far as it has been fed
+        each = self.W if self.keep_unused else 1
         for r, prompt in enumerate(prompts):
-            each = self.W if self.keep_unused else 1
             self.slots.append([(i, j) for i in range(len(prompt) - 1) for j in range(each)])
             self.slots[r] += [(len(prompt) - 1, j) for j in range(opening)]
             self.slide(r)
@@ -340,27 +327,22 @@ class SlotRows:
         self.slots[r] = []
         self.columns[r] = []
 
-    @property
-    def live(self):
-        """Which rows have not ended, a list of bools."""
-        return [bool(slots) for slots in self.slots]
-
     def feed(self):
-        """The last block's output in the last slot of each row, (B,C); for a row that has ended, anything."""
+        """The last block's output in the last slot of each row, (B,C); anything for a row that has ended."""
         device = self.model.wte.weight.device
         V = self.model.config.vocab_size
         n = max(len(s) - len(c) for s, c in zip(self.slots, self.columns))
-        if self.cache is None or self.pad.size(1) + n > self.capacity:  # at first, after a slide, when it is full
+        if self.cache is None or self.pad.size(1) + n > self.capacity:  # at the start, after a slide, or full
             self.pad = torch.zeros(len(self.slots), 0, dtype=torch.bool, device=device)
             self.cache = [KVCache(self.capacity) for _ in self.model.layers] if self.use_cache else None
             self.columns = [[] for _ in self.slots]
             n = max(map(len, self.slots))
         past = self.pad.size(1)
-        fed = []  # per row and column: id, token, slot, whether it is padding
+        batch = []  # per row and column: id, token, slot, whether it is padding
         for tokens, slots, columns in zip(self.tokens, self.slots, self.columns):
             pending = [(V + j - 1 if j else tokens[i], i, j, False) for i, j in slots[len(columns):]]
-            fed.append([(0, 0, 0, True)] * (n - len(pending)) + pending)
+            batch.append([(0, 0, 0, True)] * (n - len(pending)) + pending)
             columns += range(past + n - len(pending), past + n)
-        ids, index, slot, pad = torch.tensor(fed, device=device).unbind(dim=-1)  # (B,n) each
+        ids, index, slot, pad = torch.tensor(batch, device=device).unbind(dim=-1)  # (B,n) each
         self.pad = torch.cat((self.pad, pad.bool()), dim=1)
         return self.model.slot_outputs(ids, index, slot, self.pad if self.pad.any() else None, self.cache)[:, -1]

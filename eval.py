@@ -1,6 +1,6 @@
 """The numbers of a checkpoint: python eval.py --out_dir=out/cyb_small
 
-Prints one table, and writes it to one JSON file and, where matplotlib is installed, one picture beside it.
+Prints them, and writes them to a JSON file and, where matplotlib is installed, a picture beside it.
 """
 import json
 import math
@@ -33,29 +33,33 @@ slow_rows = 32  # of these, how many are read token by token where a measure nee
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 beside = ''  # records: other runs or checkpoints, separated by commas, that answer the same questions in turn
 batch_size = 32  # rows at once
-seed = 1337  # of whatever is drawn
+seed = 1337  # of all draws
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 threads = 0  # CPU threads, 0 = PyTorch's choice
 
 NAMED = 8  # tokens that pause longest, and as many that pause shortest
-# a bar on stderr, on a terminal alone
-progress = partial(tqdm, disable=None, leave=False)
+progress = partial(tqdm, disable=None, leave=False)  # a bar on stderr, on a terminal alone
 
 
 # --- measures: (model, on) -> {name: number or table}, a table is a list of dicts of the same keys ---
-# rows: validation batches; slow: the first slow_rows of them; batches: where they come from; models: path -> model
-# for this one and those beside it; n_rows, n_mem, batch_size: as set
+# rows: validation batches; slow: the first slow_rows rows of them; batches: where they come from; models: path ->
+# model, this one and those beside it; n_rows, n_mem, batch_size: as set
 On = namedtuple('On', 'rows slow batches models n_rows n_mem batch_size')
+
 
 def losses(model, on):
     """The validation loss; for text its perplexity and how often the likeliest token is right."""
     numbers = loss_of(model, on.rows)
-    if len(on.rows[0]) == 2:  # idx, targets; a row at a time, since the predictions of a batch may be large
+    if len(on.rows[0]) == 2:  # idx, targets; a row at a time, since a batch's predictions may be large
         correct = [(model(idx[None])[0].argmax(dim=-1) == targets).double().mean().item()
                    for batch in progress(on.rows, 'accuracy') for idx, targets in zip(*batch)]
-        numbers['perplexity'] = math.exp(min(numbers['loss'], 700))
+        numbers['perplexity'] = perplexity(numbers['loss'])
         numbers['accuracy'] = sum(correct) / len(correct)
     return numbers
+
+
+def perplexity(loss):
+    return math.exp(min(loss, 700))
 
 
 def loss_of(model, rows):
@@ -73,15 +77,14 @@ def prefixes(model, on):
             logits = model.next_logits(idx[:, :t + 1], None, None)
             total += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
         count += targets.numel()
-    one_pass = loss_of(model, on.slow)
-    return {'slow rows': one_pass['rows'], 'loss in one pass': one_pass['loss'], 'loss by prefixes': total / count,
-            'perplexity in one pass': math.exp(min(one_pass['loss'], 700)),
-            'perplexity by prefixes': math.exp(min(total / count, 700))}
+    n, loss = loss_of(model, on.slow).values()
+    return {'slow rows': n, 'loss in one pass': loss, 'loss by prefixes': total / count,
+            'perplexity in one pass': perplexity(loss), 'perplexity by prefixes': perplexity(total / count)}
 
 
 def slot_numbers(model, idx, targets):
-    """Of the N tokens with a target: log t, logsumexp(z) - k and whether the target is the likeliest token, all
-    (N,W); the second is None for TBYS. The logits exist for a few tokens at a time."""
+    """Of the N tokens with a target: log t, logsumexp(z) - k (TBYS: None) and whether the target is the likeliest
+    token, all (N,W). The logits exist for a few tokens at a time."""
     counted = targets >= 0
     y = model.ln_f(model.every_slot(idx))[counted]  # (N,W,C)
     target = targets[counted][:, None].expand(y.shape[:-1])
@@ -92,8 +95,8 @@ def slot_numbers(model, idx, targets):
 
 
 def correlation(x, y):
-    """Pearson's r of two vectors and its two-sided p-value, from the normal limit of the t statistic (n is large);
-    None, None where one of them is constant. Tokens of a row are not independent, so p is somewhat too small."""
+    """Pearson's r of two vectors and its two-sided p-value, by the normal limit of the t statistic (n is large);
+    None, None where one is constant. A row's tokens are not independent, so p is somewhat too small."""
     x = x - x.mean()
     y = y - y.mean()
     scale = (x.norm() * y.norm()).item()
@@ -107,16 +110,18 @@ def calibration(d, gain):
     """What the next slot gains where the model says d, a table of up to ten ranges of d; d and gain (N,)."""
     bins = []
     for low in range(10):
-        here = gain[inside := (d * 10).long().clamp(max=9) == low]
-        if len(here):
-            error = here.std(correction=0) / math.sqrt(len(here))
-            bins.append({"P(don't know)": d[inside].mean().item(), 'gain of the next': here.mean().item(),
-                         'standard error': error.item(), 'tokens': len(here)})
+        inside = (d * 10).long().clamp(max=9) == low
+        n = int(inside.sum())
+        if n:
+            error = gain[inside].std(correction=0) / math.sqrt(n)
+            bins.append({"P(don't know)": d[inside].mean().item(), 'gain of the next': gain[inside].mean().item(),
+                         'standard error': error.item(), 'tokens': n})
     return bins
 
 
 def slots(model, on):
     """Catch Your Breath: what every slot knows, when the model stops, and whether it pauses where that helps."""
+    # what every slot knows
     W = model.config.W
     log_t, gap, correct = zip(*(slot_numbers(model, *batch) for batch in progress(on.rows, 'slots')))
     log_t = torch.cat(log_t)
@@ -125,47 +130,51 @@ def slots(model, on):
               'accuracy if forced': correct[:, i].mean().item()} for i in range(W)]
     if gap[0] is None:
         return {'slots': table}
+
+    # when the model stops
     gap = torch.cat(gap)
     never_early = stopping_distribution('last', W)  # as in generation, where the model stops at its own pace
-    own = stop_log_probs(gap, never_early).exp()  # (N,W)
+    stops = stop_log_probs(gap, never_early).exp()  # (N,W)
     # log_t is normalised, so lse = 0 and k = -gap; gamma is 1
-    loss, own_loss = (cyb_loss(log_t, -gap, torch.zeros_like(gap), omega, [1.0] * W).mean().item()
-                      for omega in (model.omega, never_early))
-    taken = (own * torch.arange(1, W + 1)).sum(dim=1)  # expected slots per token
+    loss, paced_loss = (cyb_loss(log_t, -gap, torch.zeros_like(gap), omega, [1.0] * W).mean().item()
+                        for omega in (model.omega, never_early))
+    expected = (stops * torch.arange(1, W + 1)).sum(dim=1)  # slots per token
+
+    # whether it pauses where that helps
     d = torch.sigmoid(-gap[:, :-1])  # (N,W-1)
     gain = log_t.exp().diff(dim=1)  # (N,W-1)
     # pooled within the slots: the slots' means alone could give it another sign than it has in every slot
     r, p = correlation(*((t - t.mean(dim=0)).flatten() for t in (d, gain)))
     for i, row in enumerate(table):
-        row['stops here'] = own[:, i].mean().item()
+        row['stops here'] = stops[:, i].mean().item()
         row["P(don't know)"] = torch.sigmoid(-gap[:, i]).mean().item()
         row['gain of the next'] = gain[:, i].mean().item() if i < W - 1 else None
         row['r(d, gain)'], row['p'] = correlation(d[:, i], gain[:, i]) if i < W - 1 else (None, None)
+
+    # after which tokens
     token = torch.cat([idx[targets >= 0] for idx, targets in on.rows]).cpu()
     count = torch.bincount(token)
-    mean = torch.bincount(token, weights=taken) / count
+    mean = torch.bincount(token, weights=expected) / count
     common = (count >= min(10, int(count.max()))).nonzero()[:, 0]  # rarer tokens say little
     order = common[mean[common].argsort(descending=True, stable=True)].tolist()
-    named = order[:NAMED] + order[NAMED:][-NAMED:]
-    return {'loss': loss, 'perplexity': math.exp(min(loss, 700)), 'loss at its own pace': own_loss,
-            'perplexity at its own pace': math.exp(min(own_loss, 700)),
-            'accuracy at its own pace': (own * correct).sum(dim=1).mean().item(),
-            'slots per token': taken.mean().item(),
-            'r(d, gain) within slots': r, 'p': p, 'slots': table,
+    named = [{'token': repr(on.batches.tokenizer.decode([t])), 'slots taken': mean[t].item(),
+              'seen': count[t].item()} for t in order[:NAMED] + order[NAMED:][-NAMED:]]
+    return {'loss': loss, 'perplexity': perplexity(loss), 'loss at its own pace': paced_loss,
+            'perplexity at its own pace': perplexity(paced_loss),
+            'accuracy at its own pace': (stops * correct).sum(dim=1).mean().item(),
+            'slots per token': expected.mean().item(), 'r(d, gain) within slots': r, 'p': p, 'slots': table,
             **{f'calibration of slot {i + 1}': calibration(d[:, i], gain[:, i]) for i in range(W - 1)},
-            'tokens that pause longest and shortest': [
-                {'token': repr(on.batches.tokenizer.decode([t])), 'slots taken': mean[t].item(),
-                 'seen': count[t].item()} for t in named]}
+            'tokens that pause longest and shortest': named}
 
 
 def skipping(model, on):
-    """Catch Your Breath: the loss of the answers if the model pauses where d > 1/2, with the pauses that were not
-    taken in the context, as in training, and without them."""
+    """Catch Your Breath: the loss of the answers if the model pauses where d > 1/2, with the unused pauses in the
+    context, as in training, and without them."""
     numbers = {}
     if model.config.objective != 'cyb' or not model.config.see_pauses:
         return numbers
     for skip in (False, True):
-        nll, taken = [], []
+        nll, used = [], []
         for idx, targets in on.slow:
             B, T = idx.shape
             rows = SlotRows(model, idx[:, :1].tolist(), keep_unused=not skip)
@@ -177,54 +186,59 @@ def skipping(model, on):
             def true_token(logits):  # a token's last forward pass, which answers, writes its loss last
                 row_nll[every, done] = F.cross_entropy(logits, padded[every, done], reduction='none')
                 return padded[every, done].tolist()
+
             for step in progress(model.paced(rows, true_token, lambda d: (d > 0.5).tolist()), 'skipping'):
                 for r, answer in enumerate(step):
                     if answer:
-                        taken.append(answer[1])
+                        used.append(answer[1])
                         done[r] += 1
                         if done[r] == T:
                             rows.end(r)
             nll.append(row_nll[:, :T].double())
         name = 'without unused pauses' if skip else 'where d > 1/2'
         numbers[f'loss {name}'] = torch.cat(nll).mean().item()
-        numbers[f'slots {name}'] = sum(taken) / len(taken)
+        numbers[f'slots {name}'] = sum(used) / len(used)
     return numbers
 
 
 def answers(model, on):
-    """Records: exact-match accuracy on the test split. One prefill of 2K blocks serves for every number of blocks,
+    """Records: exact-match accuracy on the test split. One prefill of 2K blocks serves every number of blocks,
     since no block sees a later one; pass@8 draws eight answers at temperature 1."""
-    asked = on.batches.data.test_records(on.n_rows)
-    c, tokenizer = model.config, on.batches.tokenizer
+    questions = on.batches.data.test_records(on.n_rows)
+    tokenizer = on.batches.tokenizer
+    c = model.config
     blocks = 0
     if c.has_blocks:
-        longest = max(len(records.encode_question(tokenizer, record.question)) for record in asked)
+        longest = max(len(records.encode_question(tokenizer, record.question)) for record in questions)
         blocks = max(c.n_blocks, min(2 * c.n_blocks, (c.block_size - longest - 8) // ((on.n_mem or c.n_mem) + 2)))
         if blocks < 2 * c.n_blocks:
             print(f'block_size = {c.block_size} has room for {blocks} blocks, not for {2 * c.n_blocks}')
 
     def correct(**how):
-        return records.score(partial(model.answers, n_mem=on.n_mem, **how), tokenizer, asked, on.batch_size)
+        return records.score(partial(model.answers, n_mem=on.n_mem, **how), tokenizer, questions, on.batch_size)
+
     by_block = correct(n_blocks=blocks, every_block=True)  # (n, blocks)
     last = by_block[:, min(c.n_blocks, max(1, blocks)) - 1]
-    steps = np.array([len(record.steps) for record in asked])
-    own = by_block[np.arange(len(asked)), steps.clip(1, max(1, blocks)) - 1]  # where stage 1 has the answer
-    numbers = {'questions': len(asked), 'accuracy': last.mean().item(),
+    steps = np.array([len(record.steps) for record in questions])
+    # where stage 1 has the answer
+    at_own_step = by_block[np.arange(len(steps)), steps.clip(1, max(1, blocks)) - 1]
+    numbers = {'questions': len(questions), 'accuracy': last.mean().item(),
                'pass@8 at temperature 1': correct(samples=8, temperature=1.0).any(1).mean().item(),
                'accuracy by steps': [
                    {'steps': n, 'accuracy': last[steps == n].mean().item(),
-                    'at the block of the last step': own[steps == n].mean().item() if blocks else None,
+                    'at the block of the last step': at_own_step[steps == n].mean().item() if blocks else None,
                     'questions': (steps == n).sum().item()} for n in np.unique(steps).tolist()]}
     if blocks:
         numbers['any block'] = by_block[:, :c.n_blocks].any(1).mean().item()
-        numbers['block of the last step'] = own.mean().item()
-        numbers['accuracy by blocks'] = [{'blocks': k + 1, 'accuracy': by_block[:, k].mean().item()}
-                                         for k in range(blocks)]
+        numbers['block of the last step'] = at_own_step.mean().item()
+        numbers['accuracy by blocks'] = [{'blocks': k, 'accuracy': accuracy}
+                                         for k, accuracy in enumerate(by_block.mean(0).tolist(), 1)]
     return numbers
 
 
 def time_answer(model, tokenizer, question, n_mem):
-    """Seconds from the question to the answer's first token, and to its end; written steps come before it."""
+    """Seconds from the question to the answer's first token, and to its end; written steps come before the
+    answer."""
     tokens, times = [], []
     start = time.perf_counter()
     cache, pad, points = model.prefill([records.encode_question(tokenizer, question)], n_mem=n_mem)
@@ -240,12 +254,12 @@ def time_answer(model, tokenizer, question, n_mem):
 def answer_times(model, on):
     """Records: how long an answer takes, the medians of ten questions; all models answer each question in turn, so
     that a slow moment of the machine hits all."""
-    asked = on.batches.data.test_records(min(10, on.n_rows))
+    questions = on.batches.data.test_records(min(10, on.n_rows))
     times = {path: [] for path in on.models}
-    for record in progress([asked[0], *asked], 'times'):  # the first question once more, to warm up
+    for record in progress([questions[0], *questions], 'times'):  # the first one twice, to warm up
         for path, other in on.models.items():
-            times[path].append(time_answer(other, on.batches.tokenizer, record.question,
-                                           on.n_mem if other.config.has_blocks else 0))
+            n_mem = on.n_mem if other.config.has_blocks else 0
+            times[path].append(time_answer(other, on.batches.tokenizer, record.question, n_mem))
     table = []
     for path, other in on.models.items():
         first, whole = (1e3 * torch.tensor(times[path][1:])).median(dim=0).values.tolist()
@@ -255,8 +269,8 @@ def answer_times(model, on):
 
 
 def block_states(model, on):
-    """Reasoning in Memory: the last block's output at the end of each memory block, for up to 100 questions, in
-    the plane of its two principal components."""
+    """Reasoning in Memory: the output at the end of each memory block, for up to 100 questions, in the plane of
+    its two principal components."""
     if not model.config.has_blocks:
         return {}
     questions = [records.encode_question(on.batches.tokenizer, record.question)
@@ -302,8 +316,8 @@ def print_numbers(numbers, unit):
 
 
 def draw(numbers, title, path):
-    """A panel per table: its second column over its first, the third as colour for POINTS. Returns whether
-    matplotlib is there."""
+    """A panel per table: its second column over its first, the third as colour for POINTS. Returns whether it
+    drew."""
     try:
         import matplotlib
     except ImportError:
@@ -314,8 +328,8 @@ def draw(numbers, title, path):
               if isinstance(value, list) and value and not isinstance(list(value[0].values())[1], str)}
     if not tables:
         return False
-    size = 5 * len(tables), 4
-    figure, panels = pyplot.subplots(1, len(tables), figsize=size, squeeze=False, layout='constrained')
+    figure, panels = pyplot.subplots(1, len(tables), figsize=(5 * len(tables), 4), squeeze=False,
+                                     layout='constrained')
     for panel, (name, table) in zip(panels[0], tables.items()):
         x, y = list(table[0])[:2]
         across = [row[x] if isinstance(row[x], float) else str(row[x]).replace('$', r'\$') for row in table]
@@ -355,6 +369,7 @@ def main(argv):
     def rows(n):
         found = (batches.val_batch(stage, list(range(i, min(n, i + batch_size)))) for i in range(0, n, batch_size))
         return [[t.to(model.wte.weight.device) for t in batch] for batch in found if batch]
+
     models = {checkpoint or out_dir: model}
     for other in filter(None, beside.split(',')):
         _, other_saved, models[other] = open_model(other, device)
@@ -371,8 +386,9 @@ def main(argv):
     unit = data.UNIT[meta['kind']]
     print(title)
     print_numbers(numbers, unit)
-    folder, file = os.path.split(path)
-    target = output or os.path.join(folder, 'eval' if file == 'ckpt.pt' else os.path.splitext(file)[0] + '_eval')
+    stem = os.path.splitext(path)[0]
+    name_of_file = 'eval' if os.path.basename(stem) == 'ckpt' else os.path.basename(stem) + '_eval'
+    target = output or os.path.join(os.path.dirname(path), name_of_file)
     about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
              'unit of loss': unit, 'model_config': saved['model_config']}
     write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))

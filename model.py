@@ -1,4 +1,4 @@
-"""The GPT core: a pre-norm decoder with rotary positions, one attention for every method, cached generation, LoRA.
+"""The GPT core: a pre-norm decoder, one attention for every method, cached generation, LoRA.
 
 Shapes: B batch, T tokens, S streams (= T here), H heads, D head width, C = H * D width, V vocabulary.
 
@@ -21,8 +21,8 @@ A method is a config class, a model class and a source of batches. This is all t
              epoch_iters      iterations in a pass over the data
              table            the first rows as text
 
-Attention has four seams: `positions` (one float per stream), a `mask`, a per-key `log_p`, and a KV cache. Nothing in
-this file knows which method uses them.
+Attention has four seams: positions (a float per stream), a mask, a per-key log_p, a KV cache. Nothing in this file
+knows which method uses them.
 """
 import contextlib
 import math
@@ -37,7 +37,7 @@ from config import UserError, check_range
 
 GREEDY = 1e-6  # below this temperature the likeliest token is taken: dividing by it might overflow
 LORA_SCALE = 2.0  # alpha / rank
-TOKEN_ROWS = ('wte.weight', 'lm_head.weight')  # one row per token of the vocabulary; mostly one and the same tensor
+TOKEN_ROWS = ('wte.weight', 'lm_head.weight')  # a row per token of the vocabulary; mostly the same tensor
 
 Stage = namedtuple('Stage', 'name first iters peak_lr dropout')  # first: the iteration that it begins with
 
@@ -69,8 +69,7 @@ class GPTConfig:
         if self.rope_base <= 1:
             raise UserError(f'rope_base = {self.rope_base}: must be above 1')
         if not 0 <= self.lora_rank <= self.n_embd:
-            raise UserError(f'lora_rank = {self.lora_rank}: must be from 0 to n_embd = {self.n_embd}, as no matrix has a '
-                            'higher rank')
+            raise UserError(f'lora_rank = {self.lora_rank}: must be from 0 to n_embd = {self.n_embd}')
 
     @property
     def row_size(self):
@@ -80,15 +79,15 @@ class GPTConfig:
         return [Stage('train', 0, max_iters, learning_rate, self.dropout)]
 
     def kept(self, n):
-        """Of a text of n tokens as many as it goes on from: all, or half a window where they no longer fit. So a window
-        is read anew once in block_size / 2 tokens and not at each."""
+        """How many of a text's n tokens it goes on from: all, or half a window where they no longer fit, so
+        that a window is not read anew at each token."""
         return n if n <= self.block_size else max(1, self.block_size // 2)
 
 
 # --- attention ---
 
 def rotate(x, rope):
-    """Rotary embedding (RoFormer, 2104.09864): turn each pair (x1, x2) of x (B,H,S,D) by its position's angle."""
+    """Rotary embedding (2104.09864): turn each pair (x1, x2) of x (B,H,S,D) by its position's angle."""
     cos, sin = rope  # each (B or 1, 1, S, D/2), float32: bfloat16 angles would blur positions
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).to(x.dtype)
@@ -96,10 +95,8 @@ def rotate(x, rope):
 
 def causal_mask(queries, keys, pad=None, device=None):
     """Which keys each of the last `queries` positions sees: bool (B or 1, 1, queries, keys), True = attend.
-
-    pad: bool (B, keys), True where a key is padding. Returns None where attention needs no mask tensor, that is
-    for a whole unpadded row (fused causal attention) and for a single unpadded query (sees all).
-    """
+    pad: bool (B, keys), True = padding. None where attention needs no mask tensor: for a whole unpadded row
+    (fused kernel) and for a single unpadded query (sees all)."""
     if pad is None and queries in (1, keys):
         return None
     key = torch.arange(keys, device=device if pad is None else pad.device)
@@ -116,7 +113,7 @@ def text_start(pad):
 
 
 class KVCache:
-    """One layer's keys (already rotated) and values, room for `capacity` positions of which `length` are filled."""
+    """A layer's keys (already rotated) and values: room for `capacity` positions, `length` of them filled."""
 
     def __init__(self, capacity):
         self.capacity = capacity
@@ -135,20 +132,28 @@ class KVCache:
         return self.k[:, :, :self.length], self.v[:, :, :self.length]
 
 
+class GrowingCache(KVCache):
+    """A cache that gradients flow through: copied at every step, where KVCache writes in place."""
+
+    def append(self, k, v):
+        self.k = torch.cat((self.k, k), dim=2) if self.length else k
+        self.v = torch.cat((self.v, v), dim=2) if self.length else v
+        self.length = self.k.size(2)
+        return self.k, self.v
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.dropout = config.n_head, config.dropout
+        self.n_head = config.n_head
+        self.dropout = config.dropout
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, log_p=None, cache=None):
-        """x (B,S,C) -> (B,S,C).
-
-        rope: cos and sin from GPT.rope, or None. mask: bool (B or 1,1,S,keys), or None for causal.
-        log_p: (B,S), then logits are (q.k + log_p_key) / sqrt(D) and values exp(log_p) * v. cache: a KVCache.
-        """
+        """x (B,S,C) -> (B,S,C). rope: cos and sin, or None. mask: bool (B or 1,1,S,keys), or None for causal.
+        log_p: (B,S), then logits are (q.k + log_p_key) / sqrt(D) and values exp(log_p) * v. cache: a KVCache."""
         B, S, C = x.shape
         D = C // self.n_head
         q, k, v = self.c_attn(x).view(B, S, 3, self.n_head, D).permute(2, 0, 3, 1, 4)  # each (B,H,S,D)
@@ -156,7 +161,7 @@ class CausalSelfAttention(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
         if log_p is not None:
             # the score rides in one more channel, q.1 * k.log_p: a bias tensor would be (B,H,S,S) and would
-            # rule out the fused causal kernel. v grows along because the kernel wants equal widths.
+            # rule out the fused causal kernel. v grows along because the kernel wants equal widths
             v = v * log_p.exp()[:, None, :, None].to(v.dtype)
             channel = log_p[:, None, :, None].expand(B, self.n_head, S, 1).to(k.dtype)
             q = F.pad(q, (0, 1), value=1.0)
@@ -201,7 +206,7 @@ class Block(nn.Module):
 
 
 class LoRALinear(nn.Linear):
-    """weight + 2 B A with a frozen weight (arXiv 2106.09685). The sum is not stored: it would go stale."""
+    """weight + 2 B A, of which the weight is frozen (arXiv 2106.09685)."""
 
     def __init__(self, linear, rank):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
@@ -214,11 +219,11 @@ class LoRALinear(nn.Linear):
 
 
 # --- the head where targets are known: only a chunk of the N*V logits exists at any time ---
-# Two numbers per position are enough for every loss here. An operator of its own, which torch.compile does not look
-# into: it would unroll the loop, anew for each length.
+# Two numbers per position serve every loss here. torch.compile does not look into these operators: it would unroll
+# the loop, anew for each length.
 
 def chunks(N, V):
-    """Slices of N positions with 4M logits each, and 256 positions at least, since small products are slow."""
+    """Slices of N positions with 4M logits each, but at least 256 positions: small products are slow."""
     n = max(256, 2 ** 22 // V)
     return [slice(start, min(start + n, N)) for start in range(0, N, n)]
 
@@ -226,10 +231,8 @@ def chunks(N, V):
 @torch.library.custom_op('adaptive::head_numbers', mutates_args=())
 def head_numbers(y: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype
                  ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With z = y W^T in `dtype`: the target's z and logsumexp(z), (N,) each in float32 or better.
-
-    y (N,C), weight (V,C), targets (N,) in 0...V-1.
-    """
+    """With z = y W^T in `dtype`: the target's z and logsumexp(z), (N,) each, in float32 at least. y (N,C),
+    weight (V,C), targets (N,) in 0...V-1."""
     target_logit, lse = head_numbers_shapes(y, weight, targets, dtype)
     w = weight.to(dtype)
     for rows in chunks(len(y), len(weight)):
@@ -246,9 +249,10 @@ def head_numbers_shapes(y, weight, targets, dtype):
 
 
 @torch.library.custom_op('adaptive::head_gradients', mutates_args=())
-def head_gradients(y: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype, lse: torch.Tensor,
-                   d_target: torch.Tensor, d_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of y and weight from those of the two numbers; the logits are computed once more. With p = softmax(z)
+def head_gradients(y: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype,
+                   lse: torch.Tensor, d_target: torch.Tensor, d_lse: torch.Tensor
+                   ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of y and weight from those of the two numbers; logits are computed again. With p = softmax(z),
     dL/dz_v = dL/dlse * p_v + dL/dtarget_logit * [v = target]."""
     d_y, d_weight = torch.empty_like(y), torch.zeros_like(weight)
     w = weight.to(dtype)
@@ -292,9 +296,9 @@ def mean_nll(nll, targets):
 
 @contextlib.contextmanager
 def eval_mode(model):
-    """A block of code without dropout; afterwards the mode is as it was."""
+    """A block of code without dropout; then the mode is as before."""
     was_training = model.training
-    if was_training:  # to switch takes a tenth of the time to a short answer
+    if was_training:  # switching takes a tenth of a short answer's time
         model.eval()
     try:
         yield
@@ -341,7 +345,7 @@ class GPT(nn.Module):
     # --- forward ---
 
     def rope(self, positions):
-        """Rotary cos and sin, (B or 1, 1, S, D/2) each, for float positions (B or 1, S); None with learned ones."""
+        """Rotary cos and sin, (B or 1, 1, S, D/2) each, of float positions (B or 1, S); None with learned ones."""
         if self.wpe is not None:
             return None
         D = self.config.n_embd // self.config.n_head
@@ -362,18 +366,19 @@ class GPT(nn.Module):
         return self.drop(x)
 
     def check_length(self, positions):
-        """Raises UserError where a row of so many positions does not fit."""
-        per_token = self.config.row_size // self.config.block_size
-        if positions > self.config.row_size:
-            raise UserError(f'a row of {-(-positions // per_token)} tokens is longer than block_size = '
-                            f'{self.config.block_size}')
+        """Raises UserError where so many positions do not fit into a row."""
+        c = self.config
+        if positions > c.row_size:
+            per_token = c.row_size // c.block_size
+            tokens = -(-positions // per_token)
+            raise UserError(f'a row of {tokens} tokens is longer than block_size = {c.block_size}')
 
     def trunk(self, idx, positions=None, mask=None, pad=None, cache=None):
-        """Token ids (B,T) -> the last block's output (B,T,C).
+        """Token ids (B,T) -> the last block's output (B,T,C). Raises UserError when the row does not fit into
+        block_size.
 
-        positions: (B or 1, T), by default counting on from the cache, padding before the text not counted. mask: see
-        attention; by default causal. pad: bool (B, cached + T), True = padding. cache: KVCaches, extended in place.
-        Raises UserError when the row does not fit into block_size.
+        positions: (B or 1, T), by default counted on from the cache, without padding before the text. mask: as in
+        attention. pad: bool (B, cached + T), True = padding. cache: KVCaches, extended in place.
         """
         past = cache[0].length if cache else 0
         T = idx.size(1)
@@ -390,13 +395,13 @@ class GPT(nn.Module):
         return x
 
     def logits(self, x):
-        """Final norm and head, x (..., C) -> (..., V), in float32 or better: a bfloat16 softmax is too coarse."""
+        """Final norm and head, x (..., C) -> (..., V), in float32 at least: a bfloat16 softmax is too coarse."""
         y = self.lm_head(self.ln_f(x))
         return y.to(torch.promote_types(y.dtype, torch.float32))
 
     def target_numbers(self, y, targets):
-        """The head where targets are known: y (..., C) after the final norm, targets (...), -1 = none -> the target's
-        logit and the logsumexp of all logits, (...) each."""
+        """Where targets (...) are known, -1 = none: the target's logit and the logsumexp of all logits, (...)
+        each, from y (..., C) after the final norm."""
         kind = y.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.lm_head.weight.dtype
         numbers = head_numbers(y.flatten(0, -2), self.lm_head.weight, targets.flatten().clamp(min=0), dtype)
@@ -408,7 +413,8 @@ class GPT(nn.Module):
         return lse - target_logit
 
     def forward(self, idx, targets=None, pad=None):
-        """idx (B,T), targets (B,T) with -1 = ignore -> (predictions (B,T,V), None) or (None, mean loss in nats)."""
+        """idx (B,T), targets (B,T) with -1 = ignore -> (predictions (B,T,V), None) or (None, mean loss in
+        nats)."""
         x = self.trunk(idx, pad=pad)
         if targets is None:
             return self.logits(x), None
@@ -417,37 +423,38 @@ class GPT(nn.Module):
     # --- generation ---
 
     def next_logits(self, idx, pad, cache):
-        """Logits (B,V) of the token after the last one of idx (B,T); pad as in trunk.
-
-        cache: None, or a list that is filled here at the first call: idx then has the new tokens alone. A method that
-        leaves it empty gets the whole text each time.
-        """
+        """Logits (B,V) of the token after the last one of idx (B,T); pad as in trunk. cache: None, or a list
+        that is filled at the first call: from then on idx has the new tokens alone. A method that leaves it
+        empty gets the whole text each time."""
         if cache is not None and not cache:
             cache.extend(KVCache(self.config.row_size) for _ in self.layers)
         return self.logits(self.trunk(idx, pad=pad, cache=cache)[:, -1])
 
     @torch.no_grad()
-    def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None, use_cache=True,
-                 n_text=None):
-        """Continue a batch of prompts, lists of token ids; yield after each step a list with every row's new token.
+    def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None,
+                 use_cache=True, n_text=None):
+        """Continue prompts, lists of token ids; yield after each step a list with every row's new token, None from
+        a row's stop_token on.
 
-        A row that has produced stop_token yields None from then on. temperature 0 takes the likeliest token;
-        top_k > 0 and top_p < 1 drop the unlikely ones. n_text: only ids below it, the tokenizer's, are drawn: the
-        vocabulary may be larger. A text that outgrows block_size slides on, see GPTConfig.kept.
-        Raises UserError for an empty prompt and for sampling settings out of range.
+        temperature 0 takes the likeliest token; top_k > 0 and top_p < 1 drop the unlikely ones; ids from n_text
+        on, which the tokenizer lacks, are never drawn. A text that outgrows block_size slides on, see
+        GPTConfig.kept. Raises UserError for an empty prompt and for sampling settings out of range.
         """
         check_sampling(prompts, temperature, top_k, top_p)
         device = self.wte.weight.device
         rows = [list(prompt) for prompt in prompts]
-        start = [0] * len(rows)
+        start = [0] * len(rows)  # where each row's window begins
         ended = [False] * len(rows)
         cache = None
         with eval_mode(self):
             for _ in range(max_new_tokens):
+                # slide
                 for r, row in enumerate(rows):
-                    kept = self.config.kept(len(row) - start[r])
-                    if kept < len(row) - start[r]:
-                        start[r], cache = len(row) - kept, None
+                    n = len(row) - start[r]
+                    if n > self.config.kept(n):
+                        start[r] = len(row) - self.config.kept(n)
+                        cache = None
+                # read the windows, or the last tokens
                 if not cache:
                     idx, pad = left_pad([row[s:] for row, s in zip(rows, start)], device)
                     cache = [] if use_cache else None
@@ -457,14 +464,14 @@ class GPT(nn.Module):
                 logits = self.next_logits(idx, pad, cache)
                 new = sample_token(logits[:, :n_text], temperature, top_k, top_p).tolist()
                 for row, token in zip(rows, new):
-                    row.append(token)  # an ended row is fed on as well, its output is only not shown
+                    row.append(token)  # an ended row is fed as well, but not shown
                 yield [None if over else token for token, over in zip(new, ended)]
                 ended = [over or token == stop_token for token, over in zip(new, ended)]
                 if all(ended):
                     return
 
     def complete(self, prompts, max_new_tokens, **sampling):
-        """The new tokens of each prompt, a list of lists; a stop token is included. Arguments as in generate."""
+        """The new tokens of each prompt, a stop token included. Arguments as in generate."""
         out = [[] for _ in prompts]
         for tokens in self.generate(prompts, max_new_tokens, **sampling):
             for row, token in zip(out, tokens):
@@ -473,8 +480,8 @@ class GPT(nn.Module):
         return out
 
     def spent(self, prompts, new):
-        """What was spent on each token of prompts + new (lists of token lists): (unit, a list of ints per row, None where
-        it is not known), or None for a model that spends the same on all."""
+        """What was spent on each token of prompts + new (lists of token lists): (unit, for each row a list of
+        ints, None where not known); None for a model that spends the same on all."""
         return None
 
     def report(self, batches):
@@ -494,43 +501,44 @@ class GPT(nn.Module):
                 module.dropout = p
 
     def param_groups(self, weight_decay):
-        """Matrices and embeddings decay; gains, biases and single vectors do not, nor embeddings that LoRA leaves as they
-        are but for some rows."""
-        groups = {True: [], False: []}
+        """Matrices and embeddings decay; gains, biases and single vectors do not, nor embeddings of which LoRA
+        trains but some rows."""
+        decaying, others = [], []
         for name, p in self.named_parameters():
             if p.requires_grad:
-                groups[p.dim() >= 2 and not (self.config.lora_rank and name in TOKEN_ROWS)].append(p)
-        return [{'params': groups[True], 'weight_decay': weight_decay}, {'params': groups[False], 'weight_decay': 0.0}]
+                decays = p.dim() >= 2 and not (self.config.lora_rank and name in TOKEN_ROWS)
+                (decaying if decays else others).append(p)
+        return [{'params': decaying, 'weight_decay': weight_decay}, {'params': others, 'weight_decay': 0.0}]
 
     def load_pretrained(self, state):
-        """Start from another checkpoint's weights (a state dict), tensor by tensor of the same name.
-
-        Where this model has more rows (a larger vocabulary), the further rows keep their initial values. Returns the
-        names of tensors that the checkpoint does not have. Raises UserError where the shapes do not fit, where a head of
-        its own would have to share the embeddings' matrix, or where LoRA would leave rows untrained.
-        """
+        """Start from another checkpoint's weights (a state dict), tensor by tensor of the same name; returns
+        the names of those that it lacks. Where this model has more rows (a larger vocabulary), the further ones
+        keep their initial values. Raises UserError where shapes do not fit, a head of its own would have to
+        share the embeddings' matrix, or LoRA would leave rows untrained."""
         tied = self.lm_head.weight is self.wte.weight and 'lm_head.weight' in state
         if tied and not torch.equal(state['lm_head.weight'], state['wte.weight']):
             raise UserError('tie_weights = True: the checkpoint to start from has a head of its own, which would '
                             'replace the embeddings; use tie_weights = False')
-        T, old = self.config.row_size, len(state.get('wpe.weight', ()))
-        if self.config.lora_rank and 0 < old < T:
-            raise UserError(f'block_size = {self.config.block_size}: the checkpoint to start from has {old} positions, and '
-                            'with lora_rank no further ones are learned; leave block_size or lora_rank out')
-        own = self.state_dict()  # shares memory with the parameters
+        old = len(state.get('wpe.weight', ()))
+        if self.config.lora_rank and 0 < old < self.config.row_size:
+            raise UserError(f'block_size = {self.config.block_size}: the checkpoint to start from has {old} '
+                            'positions, and with lora_rank no further ones are learned; leave block_size or '
+                            'lora_rank out')
+        weights = self.state_dict()  # shares memory with the parameters
         for name, tensor in state.items():
-            if name not in own or tensor.shape[1:] != own[name].shape[1:] or len(tensor) > len(own[name]):
+            shape = weights[name].shape if name in weights else None
+            if shape is None or tensor.shape[1:] != shape[1:] or len(tensor) > shape[0]:
                 raise UserError(f'the checkpoint to start from has {name} {tuple(tensor.shape)}, this model has '
-                                f'{tuple(own[name].shape) if name in own else "no such tensor"}')
-            own[name][:len(tensor)] = tensor
-        return [name for name in own if name not in state]
+                                f'{"no such tensor" if shape is None else tuple(shape)}')
+            weights[name][:len(tensor)] = tensor
+        return [name for name in weights if name not in state]
 
     def row_lengths(self):
         """Positions that each block, and the head, compute for a full row of block_size tokens: (list, int)."""
         return [self.config.block_size] * self.config.n_layer, self.config.block_size
 
     def flops_per_token(self):
-        """FLOPs of forward and backward per input token of a full row, counted as in PaLM (2204.02311), appendix B."""
+        """FLOPs of forward and backward per token of a full row, as in PaLM (2204.02311), appendix B."""
         in_blocks, in_head = self.row_lengths()
         block_params = sum(p.numel() for p in self.layers[0].parameters())
         total = sum(6 * block_params * S + 12 * self.config.n_embd * S * S for S in in_blocks)
@@ -540,20 +548,19 @@ class GPT(nn.Module):
 def check_sampling(prompts, temperature, top_k, top_p):
     if not prompts or not all(len(p) for p in prompts):
         raise UserError('the prompt is empty: give at least one token')
-    for name, value, ok in [('temperature', temperature, temperature >= 0), ('top_k', top_k, top_k >= 0),
-                            ('top_p', top_p, 0 < top_p <= 1)]:
-        if not ok:
-            raise UserError(f'{name} = {value}: temperature and top_k are 0 or more, top_p is in (0, 1]')
+    if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1):
+        raise UserError(f'temperature = {temperature}, top_k = {top_k}, top_p = {top_p}: the first two must be 0 '
+                        'or more, the last one in (0, 1]')
 
 
 def left_pad(rows, device):
-    """Token lists -> idx (B,T) and pad (B,T) bool, or None where all are of one length. Rows end together on the
-    right, so that every row's next token is predicted at the last column."""
-    T = max(map(len, rows))
-    idx = torch.tensor([[0] * (T - len(row)) + row for row in rows], device=device)
-    if all(len(row) == T for row in rows):
+    """Token lists -> idx (B,T) and pad (B,T) bool, or None where all are of one length. Rows end on the right:
+    every next token is predicted at the last column."""
+    missing = [max(map(len, rows)) - len(row) for row in rows]
+    idx = torch.tensor([[0] * n + row for n, row in zip(missing, rows)], device=device)
+    if not any(missing):
         return idx, None
-    return idx, torch.tensor([[i < T - len(row) for i in range(T)] for row in rows], device=device)
+    return idx, torch.arange(idx.size(1), device=device) < torch.tensor(missing, device=device)[:, None]
 
 
 def sample_token(logits, temperature, top_k=0, top_p=1.0):

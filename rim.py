@@ -6,9 +6,9 @@
     stage 2    every read-out is the answer
     asked      question [b m m /b][b m m /b][b m m /b] -> answer        one pass, nothing written
 
-A memory block is <b>, M times <m>, </b>; a read-out is what is predicted after a block. The baselines are here too:
-direct answers (sft), written steps (cot), blocks without stage 1 (pause), and Coconut (arXiv 2412.06769) at the end.
-Shapes: B rows, S tokens of a row, C width, V vocabulary, K memory blocks, M memory tokens per block.
+A memory block is <b>, M times <m>, </b>; a read-out is what is predicted after a block. The baselines are here
+too: direct answers (sft), written steps (cot), blocks without stage 1 (pause), and Coconut (arXiv 2412.06769) at
+the end. Shapes: B rows, S tokens of a row, C width, V vocabulary, K memory blocks, M memory tokens a block.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -19,39 +19,40 @@ import torch.nn.functional as F
 from config import UserError, check_choice, check_range
 from data import records
 from data.records import MEMORY, QUESTION, READOUT, Row
-from model import (GPT, GPTConfig, KVCache, Stage, TOKEN_ROWS, causal_mask, check_sampling, eval_mode, left_pad,
-                   sample_token, text_start)
+from model import (GPT, GPTConfig, GrowingCache, KVCache, Stage, TOKEN_ROWS, causal_mask, check_sampling,
+                   eval_mode, left_pad, sample_token, text_start)
 
 # --- rows ---
 
 def build_row(question, readouts, weights, n_mem, special, question_weight=0.0):
-    """One training row: question, block 1, read-out 1, block 2, read-out 2, ...
-
-    question, readouts: token ids and lists of them. weights: one per read-out, for each of its tokens and its end
-    token. n_mem: M, or None for no blocks: then the one read-out follows the question, as in plain fine-tuning.
-    special: records.Special. question_weight: for each of the question's tokens.
-    A read-out of weight 0 is left out, since no other token sees it.
-    """
-    memory = [] if n_mem is None else [special.begin] + [special.mem] * n_mem + [special.close]
-    n = len(question)
+    """One training row: question, block 1, read-out 1, block 2, read-out 2, ... question, readouts: token ids
+    and lists of them. weights: one per read-out, of each of its tokens and its end. n_mem: M, or None for no
+    blocks: then the one read-out follows the question, as in plain fine-tuning. A read-out of weight 0 is left
+    out, since no other token sees it."""
+    memory = [] if n_mem is None else memory_block(special, n_mem)
+    n, m = len(question), len(memory)
     row = Row(tokens=list(question), kind=[QUESTION] * n, block=[0] * n, positions=list(range(n)),
               targets=question[1:] + [-1], weights=[question_weight] * (n - 1) + [0.0])
     position = n  # read-outs do not count: a block goes on where the last block ended
     for k, (readout, weight) in enumerate(zip(readouts, weights), 1):
         readout = readout if weight else []
         row.tokens.extend(memory + readout)
-        row.kind.extend([MEMORY] * len(memory) + [READOUT] * len(readout))
-        row.block.extend([k] * len(memory + readout))
-        row.positions.extend(range(position, position + len(memory + readout)))
-        row.targets.extend([-1] * len(memory))
-        row.weights.extend([0.0] * len(memory))
-        position += len(memory)
+        row.kind.extend([MEMORY] * m + [READOUT] * len(readout))
+        row.block.extend([k] * (m + len(readout)))
+        row.positions.extend(range(position, position + m + len(readout)))
+        row.targets.extend([-1] * m)
+        row.weights.extend([0.0] * m)
+        position += m
         if readout:  # the token before it, </b>, predicts its first token; its own last token predicts the end
             row.targets[-1] = readout[0]
             row.weights[-1] = weight
             row.targets.extend(readout[1:] + [special.end])
             row.weights.extend([weight] * len(readout))
     return row
+
+
+def memory_block(special, n_mem):
+    return [special.begin] + [special.mem] * n_mem + [special.close]
 
 
 def stage1_weights(n_steps, progress, anneal):
@@ -63,21 +64,22 @@ def stage1_weights(n_steps, progress, anneal):
 
 
 def stage2_weights(n_blocks):
-    """alpha_k for k = 1..K: later blocks count more, and all of them together 1."""
+    """alpha_k for k = 1..K: later blocks count more, all of them together 1."""
     return [2 * k / (n_blocks * (n_blocks + 1)) for k in range(1, n_blocks + 1)]
 
 
 def memory_mask(readout):
     """Who sees whom: readout (B,S), the block that a token reads out, 0 for question and blocks, -1 for padding ->
     bool (B,1,S,S), True = attend. Everybody sees question and blocks before it, and what shares its read-out."""
-    shared = (readout[:, None, :] == 0) | (readout[:, None, :] == readout[:, :, None])  # padding sees padding: no nan
+    # padding sees padding, since the softmax over no key at all is nan
+    shared = (readout[:, None, :] == 0) | (readout[:, None, :] == readout[:, :, None])
     return shared.tril()[:, None]
 
 
 # --- stages: how a record (records.Encoded) becomes read-outs and their weights ---
 
 def written(c, record, progress):
-    """Chain of thought: the steps, a line each, then the answer."""
+    """Chain of thought: the steps, a line each, and the answer."""
     return [lines(record, record.steps) + record.answer], [1.0]
 
 
@@ -100,8 +102,8 @@ def lines(record, steps):
     return [token for step in steps for token in step + record.newline]
 
 
-STAGES = {'rim': {'stage1': stepwise, 'stage2': repeated}, 'pause': {'pause': repeated}, 'sft': {'sft': direct},
-          'cot': {'cot': written}}
+STAGES = {'rim': {'stage1': stepwise, 'stage2': repeated}, 'pause': {'pause': repeated},
+          'sft': {'sft': direct}, 'cot': {'cot': written}}
 
 
 def iterations(epochs, epoch_iters, otherwise):
@@ -116,7 +118,7 @@ class MemoryConfig(GPTConfig):
     max_steps: int = 16  # training records with more steps are left out and counted
     train_question: bool = False  # train the question's tokens as well, with weight 1
 
-    answer_tokens = 32  # at most, where no other number is given
+    answer_tokens = 32  # at most, unless told otherwise
 
     def __post_init__(self):
         super().__post_init__()
@@ -129,9 +131,9 @@ class RiMConfig(MemoryConfig):
     train_on: str = 'rim'  # rim | pause (blocks without stage 1) | sft (direct answer) | cot (written steps)
     anneal: str = 'relative'  # how read-outs fade in stage 1: relative (the earliest first) | uniform | none
     stage2_iters: int = 1000  # rim: steps of stage 2; max_iters are those of stage 1
-    stage2_epochs: float = 0.0  # above 0, rim: passes over the records in place of stage2_iters
-    stage2_learning_rate: float = 3e-4  # rim: peak in stage 2, lower than in stage 1
-    stage2_dropout: float = 0.1  # rim: dropout in stage 2, more than in stage 1
+    stage2_epochs: float = 0.0  # above 0: passes over the records in place of stage2_iters
+    stage2_learning_rate: float = 3e-4  # peak in stage 2, lower than in stage 1
+    stage2_dropout: float = 0.1  # in stage 2, more than in stage 1
 
     def __post_init__(self):
         super().__post_init__()
@@ -152,7 +154,7 @@ class RiMConfig(MemoryConfig):
         return [Stage(name, *part) for name, part in zip(STAGES[self.train_on], plan)]
 
     def readouts(self, stage, record, progress=0.0):
-        """(read-outs, their weights, M or None for no blocks) of a record in the stage of this name."""
+        """(read-outs, their weights, M or None for no blocks) of a record in the stage so named."""
         readouts, weights = STAGES[self.train_on][stage](self, record, progress)
         return readouts, weights, self.n_mem if self.has_blocks else None
 
@@ -172,7 +174,7 @@ class RiM(GPT):
     def __init__(self, config):
         super().__init__(config)
         self.special = records.special_ids(config.vocab_size)
-        if config.lora_rank:  # beside the adapters the special tokens' rows are trained
+        if config.lora_rank:  # the special tokens' rows are trained beside the adapters
             is_new = (torch.arange(config.vocab_size) >= self.special.begin).float()[:, None]
             for name, p in self.named_parameters():
                 if name in TOKEN_ROWS:
@@ -181,17 +183,16 @@ class RiM(GPT):
 
     def load_pretrained(self, state):
         """As GPT's, but what pads a plain GPT's vocabulary gives way to the special tokens."""
-        def text_rows(name, tensor):
-            padded = name in TOKEN_ROWS and len(tensor) > self.config.vocab_size
-            return tensor[:self.special.begin] if padded else tensor
-        return super().load_pretrained({name: text_rows(name, tensor) for name, tensor in state.items()})
+        state = dict(state)
+        for name in TOKEN_ROWS:
+            if len(state.get(name, ())) > self.config.vocab_size:
+                state[name] = state[name][:self.special.begin]
+        return super().load_pretrained(state)
 
     def forward(self, idx, targets=None, weights=None, at=None, positions=None, readout=None):
-        """idx (B,S) -> (logits (B,S,V), None); with targets (n,), weights (n,) and at (n,), the positions b*S+s that
-        predict them: (None, loss), the weighted nll in nats summed over a row, mean over rows.
-
-        positions (B,S), by default 0..S-1. readout (B,S): see memory_mask; by default causal.
-        """
+        """idx (B,S) -> (logits (B,S,V), None). With targets, weights and at, the places b*S+s that predict them,
+        (n,) each: (None, weighted nll in nats, summed over a row, mean over rows). positions (B,S): by default
+        0..S-1. readout (B,S): see memory_mask; by default causal."""
         x = self.trunk(idx, positions, None if readout is None else memory_mask(readout))
         if targets is None:
             return self.logits(x), None
@@ -201,94 +202,89 @@ class RiM(GPT):
     # --- inference ---
 
     def prefill(self, questions, n_blocks=0, n_mem=0):
-        """Questions (token lists) and the memory blocks after them in one pass; n_blocks, n_mem: K and M, 0 as trained.
-
-        Returns (cache, pad, points): for each block, or for the question's end where there are none, points has the
-        cache's length and the hidden states (B,C) there, from which an answer can be read. Raises UserError if
-        question and blocks do not fit into block_size.
-        """
-        if n_blocks < 0 or n_mem < 0 or (n_blocks or n_mem) and not self.config.has_blocks:
-            raise UserError(f'n_blocks = {n_blocks}, n_mem = {n_mem}: ' + (
-                'must be at least 1' if self.config.has_blocks else 'this model has no memory blocks'))
-        K, M = self.config.layout
-        K, M = n_blocks or K, n_mem or M
-        block = [self.special.begin] + [self.special.mem] * M + [self.special.close]
-        memory = block * K
+        """Read questions (token lists) and memory blocks in one pass; n_blocks, n_mem: K and M, 0 = as trained.
+        Returns (cache, pad, points): points has, for each block or where there are none for the question, the
+        cache's length at its end and the output (B,C) from which an answer is read. Raises UserError if they do
+        not fit into block_size."""
+        c = self.config
+        if n_blocks < 0 or n_mem < 0 or (n_blocks or n_mem) and not c.has_blocks:
+            problem = 'must be at least 1' if c.has_blocks else 'this model has no memory blocks'
+            raise UserError(f'n_blocks = {n_blocks}, n_mem = {n_mem}: {problem}')
+        block = memory_block(self.special, n_mem or c.layout[1])
+        memory = block * (n_blocks or c.layout[0])
         longest = max(map(len, questions))
-        if longest + len(memory) + 1 > self.config.block_size:
-            raise UserError(f'a question of {longest} tokens with {len(memory)} memory tokens leaves no room for an '
-                            f'answer in block_size = {self.config.block_size}')
+        if longest + len(memory) + 1 > c.block_size:
+            raise UserError(f'a question of {longest} tokens with {len(memory)} memory tokens leaves no room for '
+                            f'an answer in block_size = {c.block_size}')
         idx, pad = left_pad([list(q) + memory for q in questions], self.wte.weight.device)
         # room for padding too, so that an answer is as long beside others as alone
-        room = self.config.block_size + longest - min(map(len, questions))
-        cache = [KVCache(room) for _ in self.layers]
+        cache = [KVCache(c.block_size + longest - min(map(len, questions))) for _ in self.layers]
         x = self.trunk(idx, pad=pad, cache=cache)
-        ends = [longest + len(block) * k for k in range(1, K + 1)] or [longest]
-        return cache, pad, [(end, x[:, end - 1]) for end in ends]
+        ends = range(longest, idx.size(1) + 1, len(block))
+        return cache, pad, [(end, x[:, end - 1]) for end in ends[1:] or ends]
 
     @torch.no_grad()
     def read(self, cache, pad, point, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0):
-        """Decode a read-out at one of prefill's points; yield for each token (ids (B,), log-probabilities (B,), live
-        (B,) bool: whether that row's read-out goes on to this token).
-
-        <b>, <m> and </b> are never drawn: the probabilities are those among text and <end>. The cache is cut back
-        to the point. Blocks after it are overwritten, so read later blocks before earlier ones.
-        """
-        end, hidden = point
-        for c in cache:
-            c.length = end
-        pad = None if pad is None else pad[:, :end]
-        live = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
-        position = torch.full_like(live, end, dtype=torch.long)  # (B,), the next
+        """Decode a read-out at one of prefill's points; yield for each token (ids (B,), log-probabilities (B,),
+        goes_on (B,) bool: whether that row's read-out reaches this token). <b>, <m> and </b> are never drawn:
+        probabilities are those among text and <end>. The cache is cut back to the point: read later blocks
+        before earlier ones."""
+        end, x = point
+        for layer_cache in cache:
+            layer_cache.length = end
+        goes_on = torch.ones(len(x), dtype=torch.bool, device=x.device)
+        position = torch.full_like(goes_on, end, dtype=torch.long)  # (B,), the next
         if pad is not None:
+            pad = pad[:, :end]
             position = (~pad).sum(dim=1)
-        logits = self.logits(hidden)
         last = self.config.block_size - 1
         for _ in range(max_new_tokens):
+            logits = self.logits(x)
             logits[:, self.special.begin:self.special.end] = -torch.inf
             token = sample_token(logits, temperature, top_k, top_p)
-            yield token, logits.log_softmax(dim=-1).gather(1, token[:, None])[:, 0], live
-            live = live & (token != self.special.end) & (position < last)
-            if not live.any():
+            yield token, logits.log_softmax(dim=-1).gather(1, token[:, None])[:, 0], goes_on
+            goes_on = goes_on & (token != self.special.end) & (position < last)
+            if not goes_on.any():
                 return
             pad = None if pad is None else F.pad(pad, (0, 1))
-            at = position.clamp(max=last)[:, None]  # rows that have ended are fed on, their output unused
-            logits = self.logits(self.trunk(token[:, None], at, pad=pad, cache=cache)[:, -1])
+            at = position.clamp(max=last)[:, None]  # rows that have ended are fed as well, their output unused
+            x = self.trunk(token[:, None], at, pad=pad, cache=cache)[:, -1]
             position = position + 1
 
     @torch.no_grad()
     def answers(self, questions, max_new_tokens=0, temperature=0.0, top_k=0, top_p=1.0, n_blocks=0, n_mem=0,
                 every_block=False, samples=1):
-        """Read-outs of a batch of questions (token lists): for each block (every_block) or the last one, for each
-        sample, (token lists without the end token, log-probabilities (B,)). One prefill serves all."""
+        """Read-outs of questions (token lists): for each block (every_block) or the last one, for each sample,
+        (token lists without the end token, log-probabilities (B,)). One prefill serves all."""
         check_sampling(questions, temperature, top_k, top_p)
+        sampling = max_new_tokens or self.config.answer_tokens, temperature, top_k, top_p
+        read = []
         with eval_mode(self):
             cache, pad, points = self.prefill(questions, n_blocks, n_mem)
-            longest = max_new_tokens or self.config.answer_tokens
-            read = []
             for point in points[::-1] if every_block else points[-1:]:  # the last block first, see read
                 read.append([])
                 for _ in range(samples):
                     rows = [[] for _ in questions]
                     total = 0.0
-                    for token, log_p, live in self.read(cache, pad, point, longest, temperature, top_k, top_p):
-                        total += log_p * live
-                        for row, t, goes_on in zip(rows, token.tolist(), live.tolist()):
-                            if goes_on and t != self.special.end:
+                    for token, log_p, goes_on in self.read(cache, pad, point, *sampling):
+                        total += log_p * goes_on
+                        for row, t, yes in zip(rows, token.tolist(), goes_on.tolist()):
+                            if yes and t != self.special.end:
                                 row.append(t)
                     read[-1].append((rows, total))
         return read[::-1]
 
     def report(self, batches):
         """Accuracy on validation records, block by block, and an example."""
-        return records.accuracy_text(partial(self.answers, every_block=True), batches.tokenizer, batches.val_records)
+        ask = partial(self.answers, every_block=True)
+        return records.accuracy_text(ask, batches.tokenizer, batches.val_records)
 
 
 # --- batches ---
 
 class RiMBatches:
-    """Rows of a record data set as the stage wants them, a pure function of (seed, stage, iteration, row). Raises
-    UserError for data that do not fit, see records.RecordData."""
+    """Rows as the stage wants them, a pure function of (seed, stage, iteration, row). Raises UserError as
+    records.RecordData does."""
     align = False  # whether all questions of a batch end in the same column
 
     def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
@@ -303,14 +299,14 @@ class RiMBatches:
         self.epoch_iters = self.epochs.iters
 
     def sizes(self, encoded):
-        """For each stage (tokens of a record's row as it begins, positions that it takes)."""
+        """For each stage, (tokens of a record's row at first, positions that it takes)."""
         sizes = []
         for stage in self.names:
             readouts, _, n_mem = self.config.readouts(stage, encoded)
+            n = len(encoded.question)
             block = 0 if n_mem is None else n_mem + 2
-            ends = [block * k + len(readout) for k, readout in enumerate(readouts, 1)]
-            tokens = block * len(readouts) + sum(map(len, readouts))
-            sizes.append((len(encoded.question) + tokens, len(encoded.question) + max(ends)))
+            ends = [n + block * k + len(readout) for k, readout in enumerate(readouts, 1)]
+            sizes.append((n + block * len(readouts) + sum(map(len, readouts)), max(ends)))
         return sizes
 
     def longest(self, encoded):
@@ -318,7 +314,7 @@ class RiMBatches:
         sizes = self.sizes(encoded)
         return max(positions for _, positions in (sizes if encoded.steps else sizes[-1:]))
 
-    def rows(self, stage, it, numbers):
+    def train_rows(self, stage, it, numbers):
         """The rows of these numbers within an iteration's batch."""
         progress = (it - stage.first) / max(1, stage.iters)
         rows = []
@@ -330,12 +326,12 @@ class RiMBatches:
         return rows
 
     def val_row(self, stage, encoded):
-        """The last read-out alone counts: that of the answer, in every stage (cot: with the steps)."""
+        """The last read-out alone counts: the answer's, in every stage (cot: with the steps)."""
         readouts, _, n_mem = self.config.readouts(stage, encoded)
         return build_row(encoded.question, readouts, [0.0] * (len(readouts) - 1) + [1.0], n_mem, self.special)
 
     def train_batch(self, stage, it, rows):
-        return records.row_tensors(self.rows(stage, it, rows), self.align)
+        return records.row_tensors(self.train_rows(stage, it, rows), self.align)
 
     def val_batch(self, stage, rows):
         rows = [self.val_row(stage.name, self.data.encoded['val'][i]) for i in rows if i < len(self.val_records)]
@@ -343,7 +339,7 @@ class RiMBatches:
 
     def table(self, stage, it, n=2):
         """The first n rows of a batch as text."""
-        rows = self.rows(stage, it, list(range(n)))
+        rows = self.train_rows(stage, it, list(range(n)))
         sees = [memory_mask(torch.tensor([records.read_by(row)]))[0, 0].tolist() for row in rows]
         return records.table(rows, sees, self.tokenizer)
 
@@ -353,7 +349,7 @@ class RiMBatches:
 @dataclass
 class CoconutConfig(MemoryConfig):
     """Stage j of K has j*M thoughts in place of the first j steps, the last stage in place of all."""
-    has_blocks = False  # whose number could be chosen
+    has_blocks = False  # in a number that could be chosen
 
     def stages(self, max_iters, learning_rate, epoch_iters):
         iters = iterations(self.epochs, epoch_iters, max_iters)
@@ -371,34 +367,19 @@ class CoconutConfig(MemoryConfig):
         return 1, self.n_blocks * self.n_mem
 
 
-class GrowingCache(KVCache):
-    """A KV cache that gradients flow through: it is copied at every step, where KVCache writes in place."""
-
-    def append(self, k, v):
-        if self.length:
-            k = torch.cat((self.k, k), dim=2)
-            v = torch.cat((self.v, v), dim=2)
-        self.k = k
-        self.v = v
-        self.length = k.size(2)
-        return k, v
-
-
 class Coconut(RiM):
     def trunk(self, idx, positions=None, mask=None, pad=None, cache=None):
-        """As GPT.trunk, but in place of a <m> the model reads its own last hidden state at the token before.
-
-        The <m> of all rows must stand in the same columns. One pass per thought; gradients flow through all of them.
-        """
+        """As GPT.trunk, but in place of a <m> the model reads its last hidden state at the token before: one
+        pass per thought, with gradients through all. The <m> of all rows must stand in the same columns."""
         S = idx.size(1)
         thoughts = (idx[0] == self.special.mem).nonzero()[:, 0].tolist() if S > 1 else []
         if not thoughts:
             return super().trunk(idx, positions, mask, pad, cache)
+        pad = torch.zeros_like(idx, dtype=torch.bool) if pad is None else pad
         if positions is None:
-            start = torch.zeros_like(idx[:, :1]) if pad is None else text_start(pad)
-            positions = (torch.arange(S, device=idx.device) - start).clamp(min=0)
+            positions = (torch.arange(S, device=idx.device) - text_start(pad)).clamp(min=0)
         if mask is None:
-            mask = causal_mask(S, S, torch.zeros_like(idx, dtype=torch.bool) if pad is None else pad)
+            mask = causal_mask(S, S, pad)
         cache = cache or [GrowingCache(0) for _ in self.layers]
         edges = [0, *thoughts, thoughts[-1] + 1, S]
         outputs = []

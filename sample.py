@@ -1,8 +1,8 @@
-"""Text from a checkpoint alone: python sample.py --out_dir=out/tb_small --prompt="ROMEO:" --show=True
+"""Text from a checkpoint alone: python sample.py --out_dir=out/tb_small --prompt="ROMEO:" --show
 
---show=True colours every token by what the model spent on it: streams held, or slots taken. A model trained on
-records answers the question in --prompt; --show=True then prints what is read after each memory block.
-A training config in place of --out_dir, as in python sample.py config/tb_small.py, tells where its run is.
+--show colours every token by what the model spent on it, streams or slots. A model trained on records answers the
+question in --prompt; --show then prints what is read after each memory block, with its probability. A training
+config in place of --out_dir, as in python sample.py config/tb_small.py, tells where its run is.
 """
 import inspect
 import math
@@ -30,21 +30,21 @@ top_p = 1.0  # draw from the likeliest tokens that together have this probabilit
 stop = ''  # end a continuation at this token's text
 seed = 1337  # of the draws
 pace = 'model'  # Catch Your Breath: a token pauses as the model wants (model), never (first) or always (all)
-threshold = 0.5  # Catch Your Breath at temperature 0: pause where P(don't know) is above; else pauses are drawn
+threshold = 0.5  # Catch Your Breath at temperature 0: pause where P(don't know) is above it
 skip_unused_pauses = False  # Catch Your Breath: leave pauses that no token took out of the context
 n_blocks = 0  # Reasoning in Memory: memory blocks after the question, 0 = as trained
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 show = False  # colour tokens by the streams or slots that the model spent on them
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 
-# settings of every model; the others are those of its generate
-GENERAL = {'out_dir', 'checkpoint', 'prompt', 'prompt_file', 'num_samples', 'stop', 'seed', 'show', 'device'}
+# settings of every model; the others are those of its generate, or answers
+GENERAL = {'out_dir', 'checkpoint', 'prompt', 'prompt_file', 'num_samples', 'seed', 'show', 'device'}
 # 256-colour backgrounds from least to most effort, each with a readable foreground
 COLOURS = [(255, 16), (194, 16), (228, 16), (214, 16), (203, 16), (125, 231), (55, 231)]
 
 
 def coloured(tokenizer, tokens, effort, unit, terminal):
-    """Text with each token's effort as background and a legend; on no terminal, the numbers after the text."""
+    """Text with each token's effort as background and a legend; beside a terminal, numbers after the text."""
     known = [e for e in effort if e is not None]
     mean = sum(known) / max(1, len(known))
     if not terminal:
@@ -53,9 +53,9 @@ def coloured(tokenizer, tokens, effort, unit, terminal):
 
     def paint(text, e):
         back, front = COLOURS[min(e, len(COLOURS)) - 1]
-        text = text.replace('\n', '\u21b5\n')  # a line break has a colour too
-        return '\n'.join(f'\033[48;5;{back}m\033[38;5;{front}m{line}\033[0m' if line else ''
-                         for line in text.split('\n'))
+        lines = text.replace('\n', '\u21b5\n').split('\n')  # a line break has a colour too
+        return '\n'.join(f'\033[48;5;{back}m\033[38;5;{front}m{line}\033[0m' if line else '' for line in lines)
+
     text = ''.join(tokenizer.decode([t]) if e is None else paint(tokenizer.decode([t]), e)
                    for t, e in zip(tokens, effort))
     legend = ' '.join(paint(f' {e} ', e) for e in sorted(set(known)))
@@ -87,21 +87,24 @@ def main(argv):
     config.check_range(settings, 'seed', 0, 2 ** 63)
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
     tokenizer = Tokenizer(saved['meta']['tokenizer'])  # travels inside the checkpoint: no data set is needed
-    asked = saved['meta']['kind'] == 'records'  # a model that was trained to answer
-    generate = model.answers if asked else model.generate
+    is_question = saved['meta']['kind'] == 'records'
+    generate = model.answers if is_question else model.generate
 
     # what is sampled, and how
     text = prompt
     if prompt_file:
         text = read_text(prompt_file)
     elif 'prompt' not in given:
-        text = str(saved['meta'].get('example', '')) if asked else tokenizer.start_text()
+        text = str(saved['meta'].get('example', '')) if is_question else tokenizer.start_text()
     known = settings.keys() & inspect.signature(generate).parameters.keys()
-    for name in given.keys() - known - (GENERAL - {'stop'} if asked else GENERAL):  # an answer ends by itself
+    text_only = set() if is_question else {'stop'}  # an answer ends by itself
+    for name in given.keys() - known - GENERAL - text_only:
         raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model without that setting')
     sampling = {name: settings[name] for name in known}
     torch.manual_seed(seed)
-    if asked:
+
+    # an answer
+    if is_question:
         if not text.strip():
             raise UserError('prompt is empty: ask a question, such as --prompt="..."')
         if not {'prompt', 'prompt_file'} & given.keys():
@@ -113,29 +116,28 @@ def main(argv):
             read = generate([question], every_block=show, **sampling)
             print(blocks_text(read, tokenizer) if show else tokenizer.decode(read[-1][0][0][0]).strip())
         return
+
+    # or a continuation; a single one is written while it is made
     ids = tokenizer.encode(text)
     stop_ids = tokenizer.encode(stop)
     if len(stop_ids) > 1:
         raise UserError(f'stop = {stop!r} is {len(stop_ids)} tokens: give the text of a single token')
     if show and not model.spent([], []):
         raise UserError('show = True: this model spends the same on every token, there is nothing to show')
-
-    # a single text is written out while it is made
-    live = num_samples == 1 and not show
+    at_once = num_samples == 1 and not show
     written = ''
     new = [[] for _ in range(num_samples)]
-    sampling['n_text'] = tokenizer.n_text
-    sampling['stop_token'] = stop_ids[0] if stop_ids else None
+    sampling.update(n_text=tokenizer.n_text, stop_token=stop_ids[0] if stop_ids else None)
     for step in generate([ids] * num_samples, **sampling):
         for row, token in zip(new, step):
             if token is not None:
                 row.append(token)
-        if live:
+        if at_once:
             so_far = text + tokenizer.decode(new[0])
             if not so_far.endswith('\ufffd'):  # a character whose bytes are not complete yet
                 print(so_far[len(written):], end='', flush=True)
                 written = so_far
-    if live:
+    if at_once:
         print(so_far[len(written):])
         return
     for i, row in enumerate(new):

@@ -10,7 +10,7 @@
     position        0   1/3 2/3 1   1 1/2 2
 
 The state between blocks is x (B,S,C), log_p (B,S) the log of each stream's cumulative score, and src (B,S) the
-index of its token. src never decreases along a row, and a token's original is its right-most stream.
+index of the token it belongs to. src never decreases along a row, and a token's original is its right-most stream.
 """
 import math
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from config import UserError, check_choice, check_range
 from model import GPT, GPTConfig, mean_nll, text_start
 
-MIN_LOG_SCORE = -20.0  # no single fork or keep score falls below exp(-20): no live stream ever looks like padding
-PAD = -1e4  # log_p of a stream that is padding: exp(PAD) is 0, hence nobody attends to it and nothing updates it
+MIN_LOG_SCORE = -20.0  # of a single fork or keep score: else a stream might look like padding
+PAD = -1e4  # log_p of a stream that is padding: exp(PAD) is 0, so nobody attends to it and nothing updates it
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ThoughtbubblesConfig(GPTConfig):
     attenuate_attention: bool = True  # False (ablation): scores gate the residual updates only
     random_forks: bool = False  # True (ablation): which streams survive is drawn at random
     copies: int = 1  # baseline copy-N: repeat every input token; the paper's has fork_layers=() merge=rightmost
-    keep_bias: float = 0.0  # added to the keep logit; ours: above 0 originals start nearly unattenuated
+    keep_bias: float = 0.0  # added to the keep logit; not in the paper: above 0, originals start nearly undimmed
 
     shape = (*GPTConfig.shape, 'fork_layers', 'copies', 'keep_bias')
 
@@ -47,7 +47,8 @@ class ThoughtbubblesConfig(GPTConfig):
         if len(set(self.fork_layers)) < len(self.fork_layers):
             raise UserError(f'fork_layers = {self.fork_layers}: each layer may be named once')
         if not 1 <= self.kappa <= 1e6:
-            raise UserError(f'kappa = {self.kappa}: must be from 1, since every token keeps its original, to 1e6')
+            raise UserError(f'kappa = {self.kappa}: must be at least 1, since every token keeps its original, and '
+                            'at most 1e6')
         if not math.isfinite(self.keep_bias):
             raise UserError(f'keep_bias = {self.keep_bias}: must be a number')
         check_choice(vars(self), 'merge', 'probs residual rightmost')
@@ -65,36 +66,34 @@ def is_original(src):
 
 
 def select(log_p, src, scores, limit, random=False):
-    """Which streams go on after a fork step (section 3 of the paper).
-
-    log_p, src: (B,S). scores (B,S,2): logits of fork and keep. limit: streams that go on, an int, or (B,) where
-    rows are padded. Returns parent (B,n), is_fork (B,n) bool and the new log_p (B,n), in stream order.
-    """
+    """Which streams go on after a fork step (section 3 of the paper). log_p, src: (B,S). scores (B,S,2): logits
+    of fork and keep. limit: how many go on, an int, or (B,) where rows are padded. Returns parent (B,n),
+    is_fork (B,n) bool and the new log_p (B,n), in stream order."""
     a = F.logsigmoid(scores).clamp(min=MIN_LOG_SCORE)
     candidates = (log_p[..., None] + a).flatten(1)  # (B,2S): each copy to the left of its parent
     rank = torch.rand_like(candidates) if random else candidates.detach()
     rank = rank.masked_fill(~alive(log_p).repeat_interleave(2, dim=1), -math.inf)
-    # the right-most candidate of each token always goes on: its rank is forced, its score stays the learned one
+    # each token's right-most candidate goes on always: its rank is forced, its score stays the learned one
     original = is_original(src)
     forced = torch.stack((torch.zeros_like(original), original), dim=-1).flatten(1)
     rank = rank.masked_fill(forced, math.inf)
-    # a stable sort, not topk: at an exact tie, as of equal tokens before the first block, the earlier stream wins.
-    # After a block equal tokens differ by rounding, which depends on device and batch
+    # a stable sort, not topk: at an exact tie, as of equal tokens before the first block, the earlier stream wins
+    # (after a block equal tokens differ by rounding, which depends on device and batch)
     order = rank.sort(dim=1, descending=True, stable=True).indices
     n = limit if isinstance(limit, int) else int(limit.max())
     chosen, where = order[:, :n].sort(dim=1)
     log_p = candidates.gather(1, chosen)
-    if not isinstance(limit, int):  # rows with a smaller limit are filled up with dead streams
+    if not isinstance(limit, int):  # rows with a smaller limit are filled up with padding
         log_p = log_p.masked_fill(where >= limit[:, None], PAD)
     return chosen // 2, chosen % 2 == 0, log_p
 
 
 def stream_positions(log_p, src, T):
-    """Positions (B,S): the n live streams of token i sit at i-1+1/n, ..., i, evenly spaced, the original on i."""
-    live = alive(log_p).long()
-    n = torch.zeros(src.size(0), T, dtype=torch.long, device=src.device).scatter_add(1, src, live)  # (B,T)
-    before = (n.cumsum(1) - n).gather(1, src)  # live streams of earlier tokens
-    return src - 1 + (live.cumsum(1) - before).to(log_p.dtype) / n.gather(1, src).clamp(min=1)
+    """Positions (B,S): the n streams of token i sit at i-1+1/n, ..., i, evenly spaced, the original on i."""
+    counts = alive(log_p).long()
+    n = torch.zeros(src.size(0), T, dtype=torch.long, device=src.device).scatter_add(1, src, counts)  # (B,T)
+    before = (n.cumsum(1) - n).gather(1, src)  # streams of earlier tokens
+    return src - 1 + (counts.cumsum(1) - before).to(log_p.dtype) / n.gather(1, src).clamp(min=1)
 
 
 def token_logsumexp(values, src, T):
@@ -125,7 +124,7 @@ class Fork(nn.Module):
 
     def forward(self, x, log_p, src, limit):
         """x (B,S,C), log_p and src (B,S) -> the same for the streams that go on."""
-        with torch.autocast(x.device.type, enabled=False):  # scores multiply over layers and decide: in float32
+        with torch.autocast(x.device.type, enabled=False):  # float32: scores multiply over layers and decide ties
             scores = self.score(self.ln(x.to(self.score.weight.dtype)))  # (B,S,2)
         fork, keep = scores.unbind(dim=-1)
         scores = torch.stack((fork, keep + self.config.keep_bias), dim=-1)
@@ -145,10 +144,9 @@ class Thoughtbubbles(GPT):
         return math.ceil(round(self.config.kappa * tokens, 6))  # 1.1 * 10 is not 11 in floating point
 
     def streams(self, idx, pad=None):
-        """Token ids (B,T) -> x (B,S,C), log_p (B,S), src (B,S) after the last block.
-
-        pad: bool (B,T), True = padding. Raises UserError when the row does not fit into block_size.
-        """
+        """Token ids (B,T) -> x (B,S,C), log_p (B,S), src (B,S) after the last block. pad: bool (B,T), True =
+        padding. Raises UserError when the row does not fit into block_size."""
+        # a stream per token
         B, T = idx.shape
         self.check_length(T)
         src = torch.arange(T, device=idx.device).repeat_interleave(self.config.copies).expand(B, -1)  # (B,S)
@@ -161,12 +159,14 @@ class Thoughtbubbles(GPT):
             offset = text_start(pad)
         x = self.embed(idx.gather(1, src), (src - offset).clamp(min=0))
         rope = self.rope(stream_positions(log_p, src, T) - offset)
+
+        # the blocks, with forks between them
         scored = pad is not None  # until the first fork every p is 1 and the block is the plain one
         for i, layer in enumerate(self.layers):
             if str(i) in self.forks:
                 if pad is None:
                     limit = min(self.budget(T), 2 * src.size(1))
-                else:  # padding is carried along beside the budget
+                else:  # padding goes on beside the budget
                     limit = torch.minimum(budgets, 2 * alive(log_p).sum(1)) + pad.sum(1)
                 x, log_p, src = self.forks[str(i)](x, log_p, src, limit)
                 rope = self.rope(stream_positions(log_p, src, T) - offset)
@@ -191,12 +191,12 @@ class Thoughtbubbles(GPT):
         return merged.scatter_add(1, src[..., None].expand_as(x), x)
 
     def merge_probs(self, x, log_p, src, T):
-        """merge='probs': streams x (B,S,C) -> log-probabilities (B,T,V), averaged over a token's streams by p."""
+        """merge='probs': streams x (B,S,C) -> log-probabilities (B,T,V), averaged over a token's streams."""
         log_w = token_weights(log_p, src, T)
         return token_logsumexp(self.logits(x).log_softmax(dim=-1) + log_w[..., None], src, T)
 
     def forward(self, idx, targets=None, pad=None):
-        """As GPT.forward. With targets, merge='probs' averages the target's probability alone, not all V."""
+        """As GPT.forward. With targets and merge='probs' only the target's probability is averaged."""
         if self.plain or self.config.merge != 'probs':
             return super().forward(idx, targets, pad)
         x, log_p, src = self.streams(idx, pad)
@@ -209,13 +209,13 @@ class Thoughtbubbles(GPT):
     # --- generation: which copies survive depends on the whole text, so it is reread at every step ---
 
     def next_logits(self, idx, pad, cache):
-        """Predictions (B,V) for the token after the last one, under the budget of the text's present length."""
+        """Predictions (B,V) for the next token, under the budget of the text's present length."""
         if self.plain:
             return super().next_logits(idx, pad, cache)
         if self.config.merge != 'probs':
             return self.logits(self.trunk(idx, pad)[:, -1])
         x, log_p, src = self.streams(idx, pad)
-        # only the last token's streams are decoded: at most n, at the row's end. They become those of a token 0
+        # only the last token's streams are decoded, at most n at the row's end: they become those of a token 0
         last = src == idx.size(1) - 1
         n = int(last.sum(1).max())
         log_p = log_p[:, -n:].masked_fill(~last[:, -n:], PAD)
@@ -223,22 +223,24 @@ class Thoughtbubbles(GPT):
 
     @torch.no_grad()
     def spent(self, prompts, new):
-        """How many streams each token of prompts + new holds after the last block, in one pass over the last
-        block_size tokens of the finished text; the ones before are None."""
+        """The streams that each token of prompts + new holds after the last block, in one pass over the last
+        block_size tokens of the finished text; None before."""
         if self.plain:
             return None
-        held = []
-        for text in map(lambda p, n: list(p) + list(n), prompts, new):
+        numbers = []
+        for prompt, continuation in zip(prompts, new):
+            text = list(prompt) + list(continuation)
             idx = torch.tensor([text[-self.config.block_size:]], device=self.wte.weight.device)
             streams = self.streams(idx)[2][0].bincount(minlength=idx.size(1)).tolist()
-            held.append([None] * (len(text) - len(streams)) + streams)
-        return 'streams', held
+            numbers.append([None] * (len(text) - len(streams)) + streams)
+        return 'streams', numbers
 
     # --- cost ---
 
     def row_lengths(self):
         T = self.config.row_size
-        lengths, S = [], T * self.config.copies
+        S = T * self.config.copies
+        lengths = []
         for i in range(self.config.n_layer):
             if str(i) in self.forks:
                 S = min(self.budget(T), 2 * S)

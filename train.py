@@ -5,8 +5,8 @@
     python train.py --init_from=resume --out_dir=out/tb_small                              go on with a run
 
 main() has what is trained, on what, and the loop. What guards a run and changes no number (checkpoints, log,
-signals, refusals) is in config/run.py. The settings below are overridden by a config file and then by --key=value;
---help lists them with those of the models.
+signals, refusals) is in config/run.py. A config file and then --key=value override the settings below; --help
+lists all.
 """
 import math
 import os
@@ -31,7 +31,7 @@ from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 method = 'gpt'  # gpt | thoughtbubbles | cyb | rim | coconut
 dataset = 'shakespeare_char'  # a folder under data/, or the path of a text (my.txt) or of a prepared folder
 out_dir = 'out/run'  # checkpoints and log.jsonl
-init_from = 'scratch'  # scratch | resume | auto (resume if there is a run) | a checkpoint to start from
+init_from = 'scratch'  # scratch | resume | auto (resume where there is a checkpoint) | a checkpoint to start from
 overwrite = False  # let a run from scratch replace an earlier run in out_dir
 seed = 1337  # of the weights, the batches and dropout
 # batches
@@ -70,7 +70,7 @@ METHODS = {
 
 
 def build_model(checkpoint, path='checkpoint'):
-    """The model of a checkpoint, on the CPU. Raises UserError if method, configuration and weights do not fit."""
+    """The model of a checkpoint, on the CPU. Raises UserError if method, configuration or weights do not fit."""
     if checkpoint['method'] not in METHODS:
         raise UserError(f'{path}: method {checkpoint["method"]!r} is unknown; there are {", ".join(METHODS)}')
     config_class, model_class, _ = METHODS[checkpoint['method']]
@@ -83,8 +83,8 @@ def build_model(checkpoint, path='checkpoint'):
 
 
 def learning_rate_at(stage, it):
-    """Linear warm-up to the stage's peak, then a cosine down to min_lr. A stage with another peak than
-    learning_rate keeps min_lr's proportion to it."""
+    """Linear warm-up to the stage's peak, then a cosine down to min_lr, in proportion where its peak is not
+    learning_rate."""
     it -= stage.first
     if it < warmup_iters:
         return stage.peak_lr * (it + 1) / warmup_iters
@@ -107,9 +107,9 @@ def load(path, device='auto'):
 
 
 def stage_at(stages, it):
-    """The stage of an iteration; the run's end belongs to the last one. One without iterations never begins."""
-    begun = [stage for stage in stages if stage.first <= it and stage.iters]
-    return begun[-1] if begun else stages[0]
+    """The stage of an iteration; the run's end belongs to the last one. A stage without iterations never
+    begins."""
+    return ([stage for stage in stages if stage.first <= it and stage.iters] or stages[:1])[-1]
 
 
 def make_optimizer(model, shard):
@@ -124,7 +124,7 @@ def make_optimizer(model, shard):
 
 @torch.no_grad()
 def evaluate(model, batches, stage, run):
-    """Mean loss over the fixed validation rows, shared out over the processes; None if a signal came meanwhile."""
+    """Mean loss over the validation rows, shared out over the processes; None if a signal came meanwhile."""
     total = torch.zeros(2, dtype=torch.float64)  # sum of the rows' losses, rows
     with eval_mode(model):
         for start in range(0, eval_rows, run.world * batch_size):
@@ -223,7 +223,7 @@ def main(argv):
             rows = list(range(micro * batch_size, (micro + 1) * batch_size))
             batch = [t.to(run.device) for t in batches.train_batch(stage, it, rows)]
             tokens += batch[0].numel() * run.world
-            # dropout depends on (seed, step, micro-batch) alone: the same on any number of processes, when resumed
+            # dropout depends on (seed, step, micro-batch) alone: the same on many processes and after a resume
             torch.manual_seed(((seed * 1_000_003 + it) * 1_000_003 + micro) % 2 ** 63)
             if run.ddp:  # gradients are exchanged once per step; must be set before the forward pass
                 model.require_backward_grad_sync = micro + run.world >= grad_accum
@@ -272,12 +272,12 @@ def main(argv):
                 torch.manual_seed(seed)
                 run.say(raw_model.report(batches))
         except Exception as e:  # the run has ended well all the same
-            run.say(f'a report on the model could not be made ({type(e).__name__}: {first_line(e)})')
+            run.say(f'no report on the model could be made ({type(e).__name__}: {first_line(e)})')
         run.say_finished(best_val_loss)
     else:
         run.say(f'stopped by a signal after step {it}; go on with the same command and --init_from=resume')
-    # DDP's reducer must not be the last to hold the group: it would wait for gloo's thread without letting go of
-    # Python's lock, which that thread may need to free the tensor of the last all_reduce
+    # DDP's reducer must not be the last to hold the group: it would wait for gloo's thread while it holds Python's
+    # lock, which that thread may need to free the tensor of the last all_reduce
     model = None
     run.close()
 

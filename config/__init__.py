@@ -55,7 +55,7 @@ def check_choice(settings, name, choices):
 # --- what settings there are ---
 
 def script_settings(path):
-    """The settings of a script, read from its source so that nothing has to be run: {name: Setting}."""
+    """The settings of a script, {name: Setting}, read from its source so that nothing has to be run."""
     with open(path, encoding='utf-8') as f:
         head = re.split(r'^(?:def|class) ', f.read(), maxsplit=1, flags=re.MULTILINE)[0]
     settings = {}
@@ -67,7 +67,7 @@ def script_settings(path):
 
 @functools.cache
 def class_settings(config_class):
-    """The settings of a method's config dataclass, inherited fields included: {name: Setting}."""
+    """The settings of a method's config class, inherited fields included: {name: Setting}."""
     comments = {}
     for base in reversed(config_class.__mro__[:-1]):
         comments.update((name, comment) for name, _, comment in SETTING.findall(inspect.getsource(base)))
@@ -78,8 +78,8 @@ def class_settings(config_class):
 # --- what their values are ---
 
 def convert(name, value, setting, where):
-    """`value` as the setting's type: text of the command line, or a value of a config file, which is read as it
-    would be written there. Raises UserError."""
+    """`value` as the setting's type: text of the command line, or a config file's value, read as if written
+    there. Raises UserError."""
     for kind in sorted(setting.types, key=lambda t: t is str):  # text last: it takes anything
         try:
             if kind is not str:
@@ -118,15 +118,15 @@ def number(text):
 
 
 def load(script, argv, methods={}, method_of=None, of_training={}):
-    """Settings of `script` after config files and command line.
+    """Settings of `script` after config files and command line: (the script's, those given of the method's config,
+    {name: where it was given}). Raises UserError on an unknown name or a value of the wrong type; --help prints
+    the settings and exits.
 
     methods: {name: config class} where the setting `method` chooses whose fields are settings too; where it is not
-    given, method_of(settings of the script) may know it, from a checkpoint, or return None for the default.
-    of_training: the settings of training, {name: Setting}, for a script that reads what a run has written: of a
-    config file that holds one of them which the script has not, its out_dir alone counts.
-    Returns (settings of the script, settings given of the method's config, {name: where it was given}).
-    Paths in the script and in config files count from the repository, those of the command line from the current
-    folder. Raises UserError on an unknown name or a value of the wrong type; --help prints the settings and exits.
+    given, method_of(settings of the script) may know it, from a checkpoint, or return None. of_training: the
+    settings of training, {name: Setting}, for a script that reads what a run has written: of a config file that
+    holds one of them which the script lacks, its out_dir alone counts. Paths in the script and in config files
+    count from the repository, those of the command line from the current folder.
     """
     known = script_settings(script)
     if {'--help', '-h'} & {*argv}:
@@ -224,12 +224,12 @@ def print_settings(settings):
 # --- running a script ---
 
 def is_terminal(stream):
-    """Whether somebody watches it: a notebook's stream need not know, and a service may have none at all."""
+    """Whether somebody watches: a notebook's stream may not know, and a service may have none."""
     return bool(stream and getattr(stream, 'isatty', bool)())
 
 
 def launch(main):
-    """Run a script's main(argv); a UserError ends it with one line and exit status 1 instead of a traceback."""
+    """Run a script's main(argv); a UserError ends it with one line and status 1, not a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, 'reconfigure'):  # a terminal that cannot show a character gets '?', not a crash
             stream.reconfigure(errors='replace')
@@ -257,7 +257,7 @@ def launch(main):
 
 
 def complain(message, detail=''):
-    """Print a message to stderr; of torchrun's processes that have the same one, the first speaks for all."""
+    """Print a message to stderr; of torchrun's processes with the same one, the first speaks for all."""
     if 'RANK' in os.environ:
         import torch.distributed as dist
         try:

@@ -28,10 +28,8 @@ def save_checkpoint(path, checkpoint):
 
 
 def load_checkpoint(path, mmap=False):
-    """Read a checkpoint with weights_only=True, so that a hostile file cannot run code. Raises UserError.
-
-    mmap: leave the tensors on disk until they are used, for one who wants a number.
-    """
+    """Read a checkpoint with weights_only=True, so that a hostile file cannot run code. mmap: leave the tensors
+    on disk until they are used. Raises UserError."""
     if not os.path.isfile(path):
         raise UserError(f'checkpoint {path} is not there: train one first, or give --out_dir')
     try:
@@ -81,7 +79,7 @@ def load_optimizer(optimizer, state, path):
 
 def starting_settings(start, path, names, given, meta):
     """The model settings that come with a checkpoint to start from: those of `names` that it has, without which
-    its weights mean nothing, and its sizes. Raises UserError where the settings `given` or the data's meta differ."""
+    its weights mean nothing, and its sizes. Raises UserError where settings `given` or the data (meta) differ."""
     saved = start['model_config']
     shape = {name: saved[name] for name in names if name in saved}
     for name, value in shape.items():

@@ -64,7 +64,7 @@ class Run:
             self.take_folder()
 
     def method_to_resume(self, settings):
-        """The method of the checkpoint to resume, which is read here; None for a run that does not go on."""
+        """The method of the checkpoint to resume, which is read here; None for another run."""
         start = settings['init_from']
         self.start_path = os.path.join(settings['out_dir'], 'ckpt.pt')
         self.resume = start == 'resume' or (start == 'auto' and os.path.exists(self.start_path))
@@ -111,7 +111,7 @@ class Run:
             dist.barrier(group=self.patient)
 
     def take_folder(self):
-        """Lock out_dir for as long as this run lives: two runs in one folder would spoil each other's files."""
+        """Lock out_dir while this run lives: two runs in one folder would spoil each other's files."""
         try:
             os.makedirs(self.out_dir, exist_ok=True)
             self.lock = open(os.path.join(self.out_dir, '.lock'), 'w')
@@ -141,7 +141,7 @@ class Run:
     # --- the start ---
 
     def model_config(self, config_class, meta):
-        """The model's configuration: as saved, as the weights to start from need it, or as given."""
+        """The model's configuration: as saved, as the weights to start from need it, or as set."""
         dataset = self.settings['dataset']
         if self.resume:
             if self.start['meta'] != meta:
@@ -265,7 +265,7 @@ class Run:
         self.signals.append(number)
 
     def stop_agreed(self):
-        """Whether any process has received a signal. All of them ask together."""
+        """Whether any process has received a signal. All ask together."""
         return self.sum(torch.tensor([float(bool(self.signals))])).item() > 0
 
     def sum(self, tensor):
@@ -328,7 +328,7 @@ class Run:
         return seconds
 
     def close_stage(self, name):
-        """A stage has ended: losses of stages do not compare, so the best model of each is kept."""
+        """Losses of stages do not compare, so the best model of each is left."""
         best = os.path.join(self.out_dir, 'best.pt')
         if self.is_main and os.path.exists(best):
             os.replace(best, os.path.join(self.out_dir, f'{name}_best.pt'))
@@ -354,7 +354,7 @@ class Run:
 
 
 def check_settings(settings, world):
-    """Raises UserError for a setting of train.py out of range, or that another one contradicts."""
+    """Raises UserError for a setting of train.py out of range or at odds with another."""
     check_range(settings, 'batch_size grad_accum eval_interval eval_rows log_interval')
     check_range(settings, 'max_iters learning_rate min_lr warmup_iters weight_decay grad_clip', 0)
     check_range(settings, 'beta1 beta2', 0, 1)

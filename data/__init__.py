@@ -1,6 +1,6 @@
 """Data sets: a folder with meta.json (kind, tokenizer, source, counts) and its files.
 
-data/<name>/prepare.py makes one; of your own text --dataset=path/to/my.txt makes one of characters, in the folder
+data/<name>/prepare.py makes one; --dataset=path/to/my.txt makes one of your own text, as characters, in the folder
 path/to/my.txt.data. There are two kinds: text (text.py) and records (records.py). This file has what they share.
 """
 import hashlib
@@ -11,8 +11,8 @@ import sys
 import zlib
 from contextlib import suppress
 
-
 from config import UserError
+from config.files import write_file
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 UNIT = {'text': 'nats per token', 'records': 'nats per record'}  # of a loss; a record's is summed over its tokens
@@ -22,19 +22,17 @@ ANEW = 'delete meta.json there and prepare the data set again'
 # --- tokenizers ---
 
 def distinct_texts(name, texts, longest):
-    fit = isinstance(texts, list) and all(isinstance(text, str) and 0 < len(text) <= longest for text in texts)
-    if not fit or len(set(texts)) < len(texts):
+    valid = isinstance(texts, list) and all(isinstance(text, str) and 0 < len(text) <= longest for text in texts)
+    if not valid or len(set(texts)) < len(texts):
         raise UserError(f'the tokenizer is damaged: {name} = {str(texts)[:60]!r}: expected a list of distinct '
                         f'texts of at most {longest} characters')
     return texts
 
 
 class Tokenizer:
-    """Text <-> token ids, of meta.json's 'tokenizer': {'kind': 'char', 'chars': [...]} or {'kind': 'gpt2'}.
-
-    An optional 'special' is a list of names of tokens that no text contains; their ids follow the text's: `special`
-    is {name: id}. Ids below n_text are text; vocab_size counts all. Raises UserError for anything else.
-    """
+    """Text <-> token ids, of meta.json's 'tokenizer': {'kind': 'char', 'chars': [...]} or {'kind': 'gpt2'}, and
+    'special', if there, the names of tokens that no text contains. Their ids follow the text's: `special` is
+    {name: id}. Ids below n_text are text; vocab_size counts all. Raises UserError."""
 
     def __init__(self, spec):
         if not isinstance(spec, dict) or spec.get('kind') not in ('char', 'gpt2'):
@@ -49,8 +47,8 @@ class Tokenizer:
             try:
                 self.bpe = tiktoken.get_encoding('gpt2')
             except Exception as e:
-                raise UserError(f'the gpt2 vocabulary could not be loaded ({type(e).__name__}): tiktoken downloads it '
-                                'once; offline, set TIKTOKEN_CACHE_DIR to a folder that has it') from e
+                raise UserError(f'the gpt2 vocabulary could not be loaded ({type(e).__name__}): tiktoken fetches '
+                                'it once; offline, set TIKTOKEN_CACHE_DIR to a folder that has it') from e
             self.n_text = self.bpe.n_vocab
         names = distinct_texts('special', spec.get('special', []), 100)
         self.special = {name: self.n_text + i for i, name in enumerate(names)}
@@ -67,7 +65,7 @@ class Tokenizer:
         return [self.ids[ch] for ch in text]
 
     def decode(self, ids):
-        """Text of token ids. What is not text shows: a special token by its name, any other id as <128>, say."""
+        """Text of token ids; what is not text shows: a special token's name, any other id as <128>, say."""
         names = {i: name for name, i in self.special.items()}
         parts = [None if 0 <= i < self.n_text else names.get(i, f'<{i}>') for i in ids]
         if self.kind == 'char':
@@ -77,28 +75,37 @@ class Tokenizer:
                         for i, part in zip(ids, parts)).decode('utf-8', errors='replace')
 
     def start_text(self):
-        """A text of one token to begin with: a newline, or the first character of a vocabulary that has none."""
+        """A token's text to begin with: a newline, or the first character where there is none."""
         return '\n' if self.kind == 'gpt2' or '\n' in self.ids else self.chars[0]
 
 
 # --- writing a data set ---
 
-def retire_meta(folder, meta):
-    """Before a data set's files are written: make its folder, take away a meta.json that would not fit them."""
+def tokenizer_crc32(meta):
+    return zlib.crc32(json.dumps(meta['tokenizer']).encode())
+
+
+def write_dataset(folder, meta, contents):
+    """Write files {name: bytes} and, last, meta.json with their checksums: a folder with meta.json is complete."""
+    crc32 = {name: zlib.crc32(content) for name, content in contents.items()}
+    meta_json = json.dumps({**meta, 'crc32': {'tokenizer': tokenizer_crc32(meta), **crc32}}, indent=1)
     path = os.path.join(folder, 'meta.json')
-    try:
+    try:  # a meta.json of other files goes; one of the same files may be in use by another run
         os.makedirs(folder, exist_ok=True)
-        with suppress(FileNotFoundError):  # also where another run takes it away at the same time
+        with suppress(FileNotFoundError):  # also where another run removes it at the same time
             with open(path, encoding='utf-8', errors='replace') as f:
-                same = f.read() == json.dumps(meta, indent=1)
-            if not same:  # the same data another run may be reading already
+                same = f.read() == meta_json
+            if not same:
                 os.remove(path)
     except OSError as e:
         raise UserError(f'cannot write {folder}: {e.strerror}') from e
+    for name, content in contents.items():
+        write_file(os.path.join(folder, name), content)
+    write_file(path, meta_json)
 
 
 def read_text(path):
-    """The text of a user's file, without the mark that may stand before UTF-8. Raises UserError."""
+    """The text of a user's file, in UTF-8 with or without a mark before it. Raises UserError."""
     try:
         with open(path, encoding='utf-8-sig') as f:
             return f.read()
@@ -122,30 +129,33 @@ def is_path(name):
 
 
 def dataset_folder(name):
-    """The folder of a data set: of a bare name in data/, of a text beside it with .data added; or the path."""
+    """The folder of a data set: of a bare name in data/, of a text beside it with .data added, else the path."""
     if not is_path(name):
         return os.path.join(ROOT, name)
     return name if os.path.isdir(name) else name + '.data'
 
 
 def ensure_prepared(name, given=True):
-    """Make a data set that has no meta.json, or whose text is another one by now: the text of a path, or a small
-    one of data/ by its prepare.py. Raises UserError that names the way out.
-
-    given: whether the user gave the name. One out of a checkpoint may be anybody's: for it nothing is run or
-    written. A prepare.py behind a path is never run.
-    """
+    """Make a data set that has no meta.json, or whose text has changed: the text of a path, or a small one of
+    data/ by its prepare.py. Raises UserError. given: whether the user gave the name. One out of a checkpoint
+    may be anybody's: for it nothing is run or written. A prepare.py behind a path is never run."""
     names = [d for d in sorted(os.listdir(ROOT)) if any(os.path.exists(os.path.join(ROOT, d, file))
                                                         for file in ('prepare.py', 'meta.json'))]
     if not isinstance(name, str) or not (is_path(name) or name in names):
         raise UserError(f'dataset = {name!r} is not in data/: there are {", ".join(names)}; your own text is '
                         'given by its path, such as ./my.txt')
+
+    # what it is made of, and whether this may be done here
     folder = dataset_folder(name)
-    own, script = name + '.data' == folder, os.path.join(folder, 'prepare.py')
-    source, may_make = name if own else os.path.join(folder, 'input.txt'), given and own
+    script = os.path.join(folder, 'prepare.py')
+    is_text = folder == name + '.data'
+    source = name if is_text else os.path.join(folder, 'input.txt')
+    may_make = given and is_text
     if given and name in names and os.path.exists(script):
         with open(script, encoding='utf-8', errors='replace') as f:
             may_make = 'SMALL = True' in f.read()
+
+    # whether that is needed
     if os.path.exists(os.path.join(folder, 'meta.json')):
         known = read_meta(name).get('sha256')
         if not known or not os.path.isfile(source) or sha256(read_text(source)) == known:
@@ -154,13 +164,18 @@ def ensure_prepared(name, given=True):
               + ('it is prepared now' if may_make else 'the earlier text is used'), flush=True)
         if not may_make:
             return
-    elif own and not os.path.isfile(source):
+    elif is_text and not os.path.isfile(source):
         raise UserError(f'dataset = {name!r}: there is no text and no folder of that name')
     elif not may_make:
-        raise UserError(f'dataset = {name!r} is not prepared: ' + (
-            f'run python {script} first' if name in names else f'add --dataset={name}' if own else
-            'behind a path no prepare.py is run; run it yourself if you trust it, or give the path of a text'))
-    if own:
+        hint = 'behind a path no prepare.py is run; run it yourself if you trust it, or give the path of a text'
+        if is_text:
+            hint = f'add --dataset={name}'
+        elif name in names:
+            hint = f'run python {script} first'
+        raise UserError(f'dataset = {name!r} is not prepared: {hint}')
+
+    # make it
+    if is_text:
         from data.text import write_text_dataset  # which builds on this file
         text = read_text(source)
         write_text_dataset(folder, text, {'kind': 'char', 'chars': sorted(set(text))}, os.path.basename(source))
@@ -185,7 +200,7 @@ def read_meta(name):
         raise UserError(f'{path} is damaged ({type(e).__name__}: {e}): {ANEW}') from e
     if not isinstance(meta.get('crc32', {}), dict):
         raise UserError(f'{path} is damaged (crc32 = {meta["crc32"]!r}): {ANEW}')
-    if 'crc32' in meta and meta['crc32'].get('tokenizer') != zlib.crc32(json.dumps(meta['tokenizer']).encode()):
+    if 'crc32' in meta and meta['crc32'].get('tokenizer') != tokenizer_crc32(meta):
         raise UserError(f'{path} is damaged (checksum of the tokenizer): {ANEW}')
     if meta.get('vocab_size') != size:
         raise UserError(f'{path}: vocab_size = {meta.get("vocab_size")!r}, but its tokenizer has {size}: {ANEW}')
@@ -193,8 +208,8 @@ def read_meta(name):
 
 
 def check_crc32(path, content, meta):
-    """Raises UserError if a file's content (bytes or array) is not what meta.json was written for. A meta.json made by
-    hand need not have checksums."""
+    """Raises UserError if a content (bytes or array) is not what meta.json was written for. One made by hand
+    need not have checksums."""
     crc32 = meta.get('crc32', {}).get(os.path.basename(path))
     if crc32 is not None and zlib.crc32(content) != crc32:
         raise UserError(f'{path} is damaged or was changed (its checksum is not that in meta.json): {ANEW}, or '

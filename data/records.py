@@ -1,7 +1,7 @@
 """Records: problems with written steps, as data/gsm_toy, gsm8k and gsm8k_aug make them.
 
-train.jsonl, val.jsonl and test.jsonl hold one JSON object a line, {"question": text, "steps": ["7-2=5", ...],
-"answer": "5"}; meta.json says kind 'records' and names the tokenizer with its special tokens.
+train.jsonl, val.jsonl and test.jsonl hold an object a line, {"question": text, "steps": ["7-2=5", ...], "answer":
+"5"}; meta.json says kind 'records' and names the tokenizer with its special tokens.
 """
 import http.client
 import json
@@ -9,7 +9,6 @@ import math
 import os
 import re
 import urllib.request
-import zlib
 from collections import Counter, namedtuple
 from fractions import Fraction
 
@@ -18,16 +17,15 @@ import torch
 from tqdm import tqdm
 
 from config import UserError
-from config.files import write_file
-from data import Tokenizer, check_crc32, dataset_folder, is_main, read_text, retire_meta
+from data import Tokenizer, check_crc32, dataset_folder, is_main, read_text, write_dataset
 
 Encoded = namedtuple('Encoded', 'question steps answer newline')  # token ids; steps: a list of them
 Record = namedtuple('Record', 'question steps answer where')  # where: file and line, for messages
-Row = namedtuple('Row', 'tokens kind block positions targets weights')  # a training row: lists of one entry per token
+Row = namedtuple('Row', 'tokens kind block positions targets weights')  # a training row: lists, an entry per token
 QUESTION = 'question'
 MEMORY = 'memory'
 READOUT = 'readout'
-SPECIAL = ['<b>', '<m>', '</b>', '<end>']  # a memory block's begin, its memory tokens, its end; the end of a read-out
+SPECIAL = ['<b>', '<m>', '</b>', '<end>']  # a memory block's begin, memory tokens and end; the end of a read-out
 Special = namedtuple('Special', 'begin mem close end')  # their ids
 # an exponent has few digits: 1e999999999 would fill the memory
 UNSIGNED = r'(?=\.?\d)(?:\d{1,3}(?:[ ,]\d{3})+|\d*)(?:\.\d+)?(?:[eE][+-]?\d{1,3})?'
@@ -48,7 +46,7 @@ def plain_number(text):
 
 
 def parse_number(text):
-    """The Fraction that a text such as '1,234', '-3', '$5.0', '1e5' or '1/2' writes; None if it is none."""
+    """The Fraction that a text such as '1,234', '-3', '$5.0', '1e5' or '1/2' writes, or None."""
     over, _, under = (plain_number(text) or '').partition('/')
     try:
         return Fraction(over) / Fraction(under or 1)
@@ -57,7 +55,7 @@ def parse_number(text):
 
 
 def same_number(a, b):
-    """Whether two results of parse_number are the same: within a relative 1e-6 where one is not a whole number."""
+    """Whether two results of parse_number agree: within a relative 1e-6 where one is not a whole number."""
     if a is None or b is None:
         return False
     if a.denominator == b.denominator == 1:
@@ -68,7 +66,7 @@ def same_number(a, b):
 # --- writing ---
 
 def read_source(name, folder, url):
-    """Text of the source file `name`: from a folder, or downloaded where folder is ''. Raises UserError."""
+    """Text of the source file `name`, from a folder or, where this is '', downloaded. Raises UserError."""
     if folder:
         return read_text(os.path.join(folder, name))
     try:
@@ -76,13 +74,13 @@ def read_source(name, folder, url):
         with urllib.request.urlopen(url, timeout=60) as response:
             return response.read().decode('utf-8-sig')
     except (OSError, UnicodeDecodeError, http.client.HTTPException) as e:
-        raise UserError(f'{url} cannot be read ({e}): download the files by hand and give their folder with '
+        raise UserError(f'{url} cannot be read ({e}): download the files by hand, give their folder with '
                         '--input=DIR') from e
 
 
 def marked_steps(text):
-    """The calculations marked in a solution as <<48/2=24>>, without spaces, $ signs and thousands' commas; None
-    if a mark is broken: it must have one = and no < or >."""
+    """The calculations marked in a solution as <<48/2=24>>, without spaces, $ and thousands' commas; None if a
+    mark is broken: it must have one = and no < or >."""
     rest = MARK.sub(' ', text)
     if '<<' in rest or '>>' in rest:
         return None
@@ -93,24 +91,24 @@ def marked_steps(text):
 
 
 def usable_rows(rows, split, left_out, path):
-    """Rows (question, steps, answer) that can be learned from; `left_out` counts the others. Problems of the test split
-    need no steps, since only their answers are asked. Raises UserError if no row of the file `path` is left."""
-    kept = []
+    """Rows (question, steps, answer) that can be learned from; `left_out` counts the others. Test problems need no
+    steps, since only their answers are asked. Raises UserError if no row of the file `path` is left."""
+    usable = []
     for question, steps, answer in rows:
         if not question.strip():
             left_out[f'{split}: the question is empty'] += 1
         elif parse_number(answer) is None:
-            left_out[f'{split}: the answer is no number'] += 1
+            left_out[f'{split}: the answer is not a number'] += 1
         elif steps is None:
             left_out[f'{split}: a mark << >> is broken'] += 1
         elif not steps and split != 'test':
             left_out[f'{split}: no step is marked'] += 1
         else:
-            kept.append((question.strip(), steps, plain_number(answer)))
-    if not kept:
+            usable.append((question.strip(), steps, plain_number(answer)))
+    if not usable:
         reasons = ', '.join(reason for reason in left_out if reason.startswith(split))
         raise UserError(f'{path} holds no record' + (f' that can be used ({reasons})' if reasons else ''))
-    return kept
+    return usable
 
 
 def hold_out(rows, n, path):
@@ -123,37 +121,32 @@ def hold_out(rows, n, path):
 
 
 def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
-    """Write {split: [(question, steps, answer)]} as JSONL and, last, meta.json: a folder with meta.json is complete.
-
-    left_out: {reason: count} of rows that the source has and the data set has not; printed and kept in meta.json.
-    Raises UserError if a split is empty, has a character that the tokenizer lacks, or is no text.
-    """
+    """Write {split: [(question, steps, answer)]} as JSONL, and meta.json. left_out: {reason: count} of the
+    source's other rows, printed and kept there. Raises UserError if a split is empty, has a character that the
+    tokenizer lacks, or is not text."""
     tokenizer_spec = {**tokenizer_spec, 'special': SPECIAL}
     tokenizer = Tokenizer(tokenizer_spec)
     meta = {'kind': 'records', 'tokenizer': tokenizer_spec, 'vocab_size': tokenizer.vocab_size, 'source': source,
             'example': min((row[0] for row in splits.get('val', ())), key=len, default=''),  # for sample.py to ask
-            'left_out': left_out or {}, 'crc32': {'tokenizer': zlib.crc32(json.dumps(tokenizer_spec).encode())}}
+            'left_out': left_out or {}}
     contents = {}
     for split, rows in splits.items():
         if not rows:
             raise UserError(f'{folder}: no row for {split} was found in {source}')
         lines = []
-        for row in rows:
-            tokenizer.encode('\n'.join([row[0], *row[1], row[2]]))
-            line = json.dumps(dict(zip(('question', 'steps', 'answer'), row)), ensure_ascii=False)
+        for question, steps, answer in rows:
+            tokenizer.encode('\n'.join([question, *steps, answer]))
+            line = json.dumps({'question': question, 'steps': steps, 'answer': answer}, ensure_ascii=False)
             try:
                 lines.append(line.encode('utf-8') + b'\n')
             except UnicodeEncodeError as e:  # JSON can hold half of a character, a file cannot
-                raise UserError(f'{source}: {split}, question {row[0][:60]!r} is no text ({e})') from None
+                raise UserError(f'{source}: {split}, question {question[:60]!r} is not text ({e})') from None
         contents[split + '.jsonl'] = b''.join(lines)
-        meta['crc32'][split + '.jsonl'] = zlib.crc32(contents[split + '.jsonl'])
-        meta[split + '_rows'], meta[split + '_steps'] = len(rows), sum(len(row[1]) for row in rows)
-    retire_meta(folder, meta)
-    for name, content in contents.items():
-        write_file(os.path.join(folder, name), content)
-    write_file(os.path.join(folder, 'meta.json'), json.dumps(meta, indent=1))
+        meta[split + '_rows'] = len(rows)
+        meta[split + '_steps'] = sum(len(steps) for _, steps, _ in rows)
+    write_dataset(folder, meta, contents)
     for split, rows in splits.items():
-        counts = sorted(Counter(len(row[1]) for row in rows).items())
+        counts = sorted(Counter(len(steps) for _, steps, _ in rows).items())
         print(f'{split}: {len(rows):,} rows, {meta[split + "_steps"]:,} steps; rows by number of steps: '
               + ', '.join(f'{steps}: {n:,}' for steps, n in counts))
     for reason, n in meta['left_out'].items():
@@ -164,15 +157,14 @@ def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
 # --- reading ---
 
 def parse_jsonl(text, path):
-    """Yield (place, object) for each line of JSONL text that is not blank. Raises UserError with the place of a
-    broken line."""
+    """Yield (place, object) of each JSONL line that is not blank. Raises UserError that names a broken line."""
     for n, line in enumerate(text.split('\n'), 1):
         if line.strip():
             where = f'{path} line {n}'
             try:
                 entry = json.loads(line)
             except (ValueError, RecursionError) as e:
-                raise UserError(f'{where} is no JSON ({e}): fix or remove that line') from None
+                raise UserError(f'{where} is not JSON ({e}): fix or remove that line') from None
             yield where, check_object(entry, where)
 
 
@@ -183,23 +175,22 @@ def check_object(entry, where):
 
 
 def check_record(entry, where, need_steps=True):
-    """One JSON object as a Record. Raises UserError naming the field that is missing or of the wrong form."""
+    """An object as a Record. Raises UserError naming the field that is missing or of the wrong form."""
     check_object(entry, where)
     for name in ('question', 'answer'):
         if not isinstance(entry.get(name), str) or not entry[name].strip():
-            raise UserError(f'{where}: {name} = {entry.get(name)!r}: a record needs a text there')
+            raise UserError(f'{where}: {name} = {entry.get(name)!r}: a record needs text there')
     steps = entry.get('steps')
-    listed = isinstance(steps, list) and all(isinstance(step, str) and step.strip() for step in steps)
-    if not listed or (need_steps and not steps):
+    valid = isinstance(steps, list) and all(isinstance(step, str) and step.strip() for step in steps)
+    if not valid or (need_steps and not steps):
         raise UserError(f'{where}: steps = {steps!r}: a record needs a list of at least one step such as "7-2=5"')
     return Record(entry['question'], steps, entry['answer'], where)
 
 
 def read_records(path, need_steps=True, meta={}):
-    """All records of a JSONL file. need_steps=False admits empty steps, for a test split. meta: of the data set.
-
-    Raises UserError if the file is missing or empty, is not what meta was written for, or names the line that is no record.
-    """
+    """All records of a JSONL file. need_steps=False admits empty steps, for a test split. meta: of the data
+    set. Raises UserError if the file is missing, empty or not what meta was written for, or a line is not a
+    record."""
     try:
         with open(path, 'rb') as f:
             content = f.read()
@@ -208,17 +199,17 @@ def read_records(path, need_steps=True, meta={}):
         raise UserError(f'{path} is missing: run prepare.py in that folder') from None
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f'{path} cannot be read: {e}') from e
-    records = [check_record(entry, where, need_steps) for where, entry in parse_jsonl(text, path)]
-    if not records:
+    found = [check_record(entry, where, need_steps) for where, entry in parse_jsonl(text, path)]
+    if not found:
         raise UserError(f'{path} holds no record: run prepare.py again')
     check_crc32(path, content, meta)
-    return records
+    return found
 
 
 # --- batches ---
 
 def special_ids(vocab_size):
-    """The special tokens are the last ids of the vocabulary. Raises UserError if they leave no room for text."""
+    """The last ids of the vocabulary. Raises UserError if they leave no room for text."""
     if vocab_size <= len(SPECIAL):
         raise UserError(f'vocab_size = {vocab_size}: there must be room for {", ".join(SPECIAL)} and for text')
     return Special(*range(vocab_size - len(SPECIAL), vocab_size))
@@ -229,25 +220,23 @@ def encode_question(tokenizer, question):
 
 
 def epoch_order(lengths, rows_per_step, rng, window=32):
-    """Row numbers of one epoch's batches, (steps, rows_per_step): each row once, rows of similar length together.
-
-    The rows are shuffled; within windows of `window` batches they are sorted by length and cut into batches, and the
-    batches are shuffled. What is missing in the last batch is taken from the epoch's first rows.
-    """
-    steps = -(-len(lengths) // rows_per_step)
-    order = np.resize(rng.permutation(len(lengths)), steps * rows_per_step)
+    """Row numbers of one epoch's batches, (iterations, rows_per_step): each once, rows of similar length
+    together. The rows are shuffled, sorted by length within windows of `window` batches and cut into batches,
+    which are shuffled. What the last batch lacks is taken from the epoch's first rows."""
+    iters = -(-len(lengths) // rows_per_step)
+    order = np.resize(rng.permutation(len(lengths)), iters * rows_per_step)
     for first in range(0, len(order), window * rows_per_step):
         part = order[first:first + window * rows_per_step]
         order[first:first + len(part)] = part[np.argsort(lengths[part], kind='stable')]
-    return rng.permutation(order.reshape(steps, rows_per_step))
+    return rng.permutation(order.reshape(iters, rows_per_step))
 
 
-def pad_rows(rows, lead, fill):
-    """Lists of numbers -> tensor (B,S): row r after lead[r] times `fill`, S a multiple of 8 so that few sizes occur."""
-    S = max(n + len(row) for n, row in zip(lead, rows))
+def pad_rows(rows, before, fill):
+    """Lists of numbers -> tensor (B,S), row r after before[r] times `fill`; S is a multiple of 8: few sizes."""
+    S = max(n + len(row) for n, row in zip(before, rows))
     out = np.full((len(rows), S + -S % 8), fill, np.float32 if isinstance(fill, float) else np.int64)
     for r, row in enumerate(rows):
-        out[r, lead[r]:lead[r] + len(row)] = row
+        out[r, before[r]:before[r] + len(row)] = row
     return torch.from_numpy(out)
 
 
@@ -257,22 +246,23 @@ def read_by(row):
 
 
 def row_tensors(rows, align=False):
-    """Rows as idx (B,S), targets, weights and at (n,), positions (B,S) and, where they have blocks, read_by (B,S), -1 for
-    padding. at: the places b*S+s where something is learned. align: let all questions end in the same column."""
+    """Rows as idx (B,S), targets, weights and at (n,), positions (B,S) and, where they have blocks, read_by (B,S),
+    -1 for padding. at: where something is learned, as b*S+s. align: let all questions end in the same column."""
     questions = [row.kind.count(QUESTION) for row in rows]
-    lead = [max(questions) - n if align else 0 for n in questions]  # columns of padding before each row
-    idx, targets, weights, positions = (
-        pad_rows([getattr(row, name) for row in rows], lead, fill)
-        for name, fill in [('tokens', 0), ('targets', -1), ('weights', 0.0), ('positions', 0)])
-    at = ((targets >= 0) & (weights > 0)).flatten().nonzero()[:, 0]
-    batch = idx, targets.flatten()[at], weights.flatten()[at], at, positions
+    before = [max(questions) - n if align else 0 for n in questions]  # columns of padding
+    idx = pad_rows([row.tokens for row in rows], before, 0)
+    targets = pad_rows([row.targets for row in rows], before, -1).flatten()
+    weights = pad_rows([row.weights for row in rows], before, 0.0).flatten()
+    positions = pad_rows([row.positions for row in rows], before, 0)
+    at = ((targets >= 0) & (weights > 0)).nonzero()[:, 0]
+    batch = idx, targets[at], weights[at], at, positions
     if not any(MEMORY in row.kind for row in rows):
         return batch
-    return *batch, pad_rows([read_by(row) for row in rows], lead, -1)
+    return *batch, pad_rows([read_by(row) for row in rows], before, -1)
 
 
 def table(rows, sees, tokenizer):
-    """Rows as text: token, position, kind, block, columns it sees, label, weight. sees: for each row S lists of S bools."""
+    """Rows as text: token, position, kind, block, columns it sees, label, weight. sees: a mask (S,S) per row."""
     def show(i):
         text = tokenizer.decode([i])
         return repr(text) if i < tokenizer.n_text else text
@@ -284,45 +274,45 @@ def table(rows, sees, tokenizer):
             edges = [c for c in seen if c - 1 not in seen or c + 1 not in seen]  # ends of the ranges that are seen
             ranges = ''.join(f'{c}' + ('-' if c + 1 in seen else ' ') for c in edges)
             label = f'{show(target):>8} {weight:.3f}' if weight else ''
-            line = f'{i:6} {show(token):>8} {position:8} {kind:>8} {block:5}  {ranges:20} {label}'
-            lines.append(line.rstrip())
+            lines.append(f'{i:6} {show(token):>8} {position:8} {kind:>8} {block:5}  {ranges:20} {label}'.rstrip())
     return '\n'.join(lines)
 
 
 # --- a data set in memory ---
 
 class RecordData:
-    """The records of train and val that fit, as they are and encoded; the others are counted.
-
-    longest: Encoded -> the positions that it takes. Raises UserError for a data set that is plain text or whose tokenizer
-    lacks the special tokens, and if no record is left.
-    """
+    """The records of train and val that fit, as they are and encoded; the others are counted. longest: Encoded
+    -> the positions that it takes. Raises UserError if the data set is plain text, its tokenizer lacks the
+    special tokens, or no record is left."""
 
     def __init__(self, dataset, meta, config, longest):
         if meta['kind'] != 'records':
-            raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on records of '
-                            'question, steps and answer, such as gsm_toy')
+            raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on records like '
+                            "gsm_toy's")
         self.tokenizer = Tokenizer(meta['tokenizer'])
         if list(self.tokenizer.special) != SPECIAL:
             raise UserError(f'dataset = {dataset!r}: its tokenizer lacks the special tokens {", ".join(SPECIAL)}: '
                             'run its prepare.py again')
         if config.vocab_size != self.tokenizer.vocab_size:
-            raise UserError(f'vocab_size = {config.vocab_size}: the special tokens are the last of the vocabulary, so '
-                            f'it must be that of {dataset!r}, {self.tokenizer.vocab_size}')
-        self.dataset, self.meta, self.config, self.longest = dataset, meta, config, longest
+            raise UserError(f'vocab_size = {config.vocab_size}: the special tokens are the last ids, '
+                            f'so it must be that of {dataset!r}, {self.tokenizer.vocab_size}')
+        self.dataset = dataset
+        self.meta = meta
+        self.config = config
+        self.longest = longest
         self.newline = self.tokenizer.encode('\n')
         self.records = {}
         self.encoded = {}
         for split in ('train', 'val'):
-            self.records[split], self.encoded[split] = self.read(split, self.config.max_steps)
+            self.records[split], self.encoded[split] = self.read(split, config.max_steps)
 
     def read(self, split, max_steps=math.inf, n=None):
         """(records, the same encoded) of the first n of a split, those that fit. A test split's need no steps."""
-        kept, left_out = [], Counter()
         path = os.path.join(dataset_folder(self.dataset), split + '.jsonl')
         found = read_records(path, split != 'test', self.meta)[:n]
         if split != 'train':
             gold_answers(found)  # an answer that cannot be compared is to be known now, not after the run
+        fitting, left_out = [], Counter()
         for record in found:
             try:
                 encoded = Encoded(encode_question(self.tokenizer, record.question),
@@ -335,12 +325,13 @@ class RecordData:
             elif self.longest(encoded) > self.config.block_size:
                 left_out[f'they do not fit into block_size = {self.config.block_size}'] += 1
             else:
-                kept.append((record, encoded))
+                fitting.append((record, encoded))
         for why, n in left_out.items() if is_main() else ():
-            print(f'{self.dataset}: {n:,} of {n + len(kept):,} {split} records are left out, {why}')
-        if not kept:
-            raise UserError(f'dataset = {self.dataset!r}: no {split} record is left; raise block_size or max_steps')
-        return [list(part) for part in zip(*kept)]
+            print(f'{self.dataset}: {n:,} of {n + len(fitting):,} {split} records are left out, {why}')
+        if not fitting:
+            raise UserError(f'dataset = {self.dataset!r}: no {split} record is left; raise block_size or '
+                            'max_steps')
+        return [list(part) for part in zip(*fitting)]
 
     def test_records(self, n):
         """Of the first n test records those that fit."""
@@ -369,50 +360,46 @@ class Epochs:
 # --- scoring: the model is asked in batches; an answer is what its read-out's last line says ---
 
 def gold_answers(records):
-    """The records' answers as Fractions. Raises UserError, with its place, for one that is no number."""
+    """The records' answers as Fractions. Raises UserError, with its place, for one that is not a number."""
     numbers = [parse_number(record.answer) for record in records]
     for record, number in zip(records, numbers):
         if number is None:
-            raise UserError(f'{record.where}: answer = {record.answer!r} is no number: accuracy compares numbers')
+            raise UserError(f'{record.where}: answer = {record.answer!r} is not a number, as accuracy needs it')
     return numbers
 
 
 def score(ask, tokenizer, records, batch_size=32):
-    """Which answers are right: bool (n, blocks), where any of several samples may be right.
-
-    ask: questions (token lists) -> by block and by sample (token lists, anything), see RiM.answers. Mean over n of the last
-    block: exact-match accuracy; of each block: accuracy per block; any over the blocks: oracle accuracy; with twice as many
-    blocks as trained, since blocks do not see later ones, column k-1 is what a model with k blocks answers.
-    """
-    gold, correct = gold_answers(records), {}
+    """Which answers are right: bool (n, blocks), where any of several samples may be right. ask: questions
+    (token lists) -> by block and by sample (token lists, anything), see RiM.answers. As no block sees a later
+    one, column k-1 is what a model with k blocks answers, also with more than trained."""
+    gold = gold_answers(records)
+    correct = {}
     order = sorted(range(len(records)), key=lambda i: len(records[i].question))  # little padding
     for first in tqdm(range(0, len(order), batch_size), 'answers', disable=None, leave=False):
         part = order[first:first + batch_size]
         read = ask([encode_question(tokenizer, records[i].question) for i in part])
         for r, i in enumerate(part):
-            correct[i] = [any(is_right(tokenizer.decode(rows[r]), gold[i]) for rows, _ in samples) for samples in read]
+            said = [[tokenizer.decode(rows[r]).strip().split('\n')[-1] for rows, _ in samples] for samples in read]
+            correct[i] = [any(same_number(parse_number(text), gold[i]) for text in texts) for texts in said]
     return np.array([correct[i] for i in range(len(records))])
 
 
-def is_right(text, gold):
-    """Whether an answer's last line says the number gold."""
-    return same_number(parse_number(text.strip().split('\n')[-1]), gold)
-
-
 def accuracy_text(ask, tokenizer, records):
-    """How many of the records are answered right, in all, by number of steps and by block, and the first one answered."""
+    """How many answers are right, in all, by number of steps and by block; and an example."""
     correct = score(ask, tokenizer, records)  # (n, blocks)
     steps = np.array([len(record.steps) for record in records])
-    lines = [f'accuracy on {len(records)} validation records: {correct[:, -1].mean():.1%}', 'by number of steps: '
-             + ', '.join(f'{n}: {correct[steps == n, -1].mean():.1%}' for n in np.unique(steps))]
+    by_steps = ', '.join(f'{n}: {correct[steps == n, -1].mean():.1%}' for n in np.unique(steps))
+    lines = [f'accuracy on {len(records)} validation records: {correct[:, -1].mean():.1%}',
+             f'by number of steps: {by_steps}']
     if correct.shape[1] > 1:
-        lines.append('by block: ' + ', '.join(f'{k}: {a:.1%}' for k, a in enumerate(correct.mean(0), 1))
-                     + f'; any block: {correct.any(1).mean():.1%}')
+        by_block = ', '.join(f'{k}: {a:.1%}' for k, a in enumerate(correct.mean(0), 1))
+        lines.append(f'by block: {by_block}; any block: {correct.any(1).mean():.1%}')
     first = records[0]
-    return '\n'.join([*lines, first.question, blocks_text(ask([encode_question(tokenizer, first.question)]), tokenizer), f'right: {first.answer}'])
+    read = ask([encode_question(tokenizer, first.question)])
+    return '\n'.join([*lines, first.question, blocks_text(read, tokenizer), f'right: {first.answer}'])
 
 
 def blocks_text(read, tokenizer):
-    """What a model read out (see score) in answer to one question, block by block, and with what probability."""
+    """What a model read out (see score) after one question, block by block, and with what probability."""
     return '\n'.join(f'{"block" if len(read) > 1 else "answer"} {k}: {tokenizer.decode(rows[0]).strip()}  '
                      f'(probability {log_p[0].exp().item():.3f})' for k, [(rows, log_p), *_] in enumerate(read, 1))

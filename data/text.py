@@ -1,18 +1,15 @@
 """Text: train.bin and val.bin hold token ids one after the other; a row is a piece of block_size tokens.
 
-A batch is a pure function of (seed, iteration, row), so the same rows are drawn on any number of processes and a resumed
-run goes on as if it had not stopped.
+A batch is a pure function of (seed, iteration, row): the same rows are drawn on any number of processes, and a
+resumed run goes on as if it had not stopped.
 """
-import json
 import os
-import zlib
 
 import numpy as np
 import torch
 
 from config import UserError
-from config.files import write_file
-from data import ANEW, Tokenizer, check_crc32, dataset_folder, is_main, retire_meta, sha256
+from data import ANEW, Tokenizer, check_crc32, dataset_folder, is_main, sha256, write_dataset
 
 
 def id_type(vocab_size):
@@ -21,34 +18,27 @@ def id_type(vocab_size):
 
 
 def write_text_dataset(folder, text, tokenizer_spec, source, val_fraction=0.1):
-    """Encode text and write train.bin, val.bin and, last, meta.json: a folder with meta.json is complete."""
+    """Encode text and write train.bin, val.bin and meta.json. Raises UserError."""
     if not text:
         raise UserError(f'{folder}: {source} is empty')
     tokenizer = Tokenizer(tokenizer_spec)
     n = int(len(text) * (1 - val_fraction))
     splits = {'train': tokenizer.encode(text[:n]), 'val': tokenizer.encode(text[n:])}
-    crc32 = {'tokenizer': zlib.crc32(json.dumps(tokenizer_spec).encode())}
     dtype = id_type(tokenizer.vocab_size)
-    contents = {split: np.array(ids, np.dtype(dtype).newbyteorder('<')).tobytes() for split, ids in splits.items()}
-    for split, content in contents.items():
-        crc32[split + '.bin'] = zlib.crc32(content)
+    contents = {split + '.bin': np.array(ids, np.dtype(dtype).newbyteorder('<')).tobytes()
+                for split, ids in splits.items()}
     meta = {'kind': 'text', 'tokenizer': tokenizer_spec, 'vocab_size': tokenizer.vocab_size, 'dtype': dtype,
             'source': source, 'sha256': sha256(text), 'characters': len(text),
-            'train_tokens': len(splits['train']), 'val_tokens': len(splits['val']), 'crc32': crc32}
-    retire_meta(folder, meta)
-    for split, content in contents.items():
-        write_file(os.path.join(folder, split + '.bin'), content)
-    write_file(os.path.join(folder, 'meta.json'), json.dumps(meta, indent=1))
+            'train_tokens': len(splits['train']), 'val_tokens': len(splits['val'])}
+    write_dataset(folder, meta, contents)
     print(f'{folder}: {meta["train_tokens"]:,} training and {meta["val_tokens"]:,} validation tokens, '
           f'vocabulary {meta["vocab_size"]}, from {source}')
 
 
 def read_bin(path, meta, block_size):
-    """Token ids of train.bin or val.bin as a memory map. The whole file is checked here, once, at disk speed.
-
-    Raises UserError if the file is missing, of a length that does not fit, shorter than a block, has ids beyond
-    the vocabulary, or is not the file that meta.json was written for.
-    """
+    """Token ids of train.bin or val.bin as a memory map; the file is checked here, once, at disk speed. Raises
+    UserError if it is missing, of a length that does not fit, shorter than a block, has ids beyond the
+    vocabulary, or is not what meta.json was written for."""
     try:
         size = os.path.getsize(path)
     except OSError:
@@ -76,8 +66,8 @@ def read_bin(path, meta, block_size):
 
 
 class TextBatches:
-    """Rows of block_size tokens from a text. Training rows start anywhere; validation rows are spread evenly over
-    val.bin without overlap and are always the same, so that the curves of different methods compare."""
+    """Rows of block_size tokens. Training rows start anywhere; validation rows are spread evenly over val.bin
+    without overlap and are always the same, so that methods' curves compare."""
 
     def __init__(self, dataset, meta, config, seed, eval_rows, rows_per_step):
         if meta['kind'] != 'text':

@@ -252,8 +252,8 @@ def test_flops_follow_the_streams():
 
 @pytest.mark.parametrize('settings, named', [
     (dict(fork_layers=(1, 3)), 'fork_layers = .*3 is not a block of n_layer = 3'),
-    (dict(fork_layers=(1.5,)), 'fork_layers'), (dict(fork_layers=(1, 1)), 'once'), (dict(kappa=0.5), 'kappa = 0.5'),
-    (dict(kappa=math.nan), 'kappa = nan'),
+    (dict(fork_layers=(1.5,)), 'fork_layers'), (dict(fork_layers=(1, 1)), 'once'),
+    (dict(kappa=0.5), 'kappa = 0.5'), (dict(kappa=math.nan), 'kappa = nan'),
     (dict(merge='mean'), "merge = 'mean'"), (dict(keep_bias=math.inf), 'keep_bias = inf'),
     (dict(kappa=1e308), 'kappa'), (dict(copies=0), 'copies = 0')])
 def test_impossible_settings_are_named(settings, named):

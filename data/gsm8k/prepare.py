@@ -1,17 +1,16 @@
 """GSM8K (Cobbe et al., 2110.14168): grade school word problems with written solutions, as records.
 
-python data/gsm8k/prepare.py downloads train.jsonl and test.jsonl (5 MB); --input=DIR reads them from there. The steps
-are a solution's <<...>> marks, the answer its #### line. The last val_rows training rows become val.
+python data/gsm8k/prepare.py downloads train.jsonl and test.jsonl (5 MB); --input=DIR reads them from there. The
+steps are a solution's <<...>> marks, the answer its #### line. The last val_rows training rows become val.
 """
 import os
 import sys
 from collections import Counter
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.dirname(FOLDER)
-if not os.path.exists(os.path.join(ROOT, 'records.py')):
-    sys.exit(f'error: {FOLDER} is not in data/ of the repository, where alone this script runs: move it there')
-sys.path.insert(0, os.path.dirname(ROOT))  # for running this file by itself
+sys.path.insert(0, os.path.normpath(FOLDER + '/../..'))  # the repository, for running this file by itself
+if not os.path.exists(os.path.normpath(FOLDER + '/../records.py')):
+    sys.exit(f'error: {FOLDER} is not in data/ of the repository: move it there')
 import config
 from data import records
 
@@ -25,7 +24,8 @@ def main(argv):
     settings = config.load(__file__, argv)[0]
     splits, left_out = {}, Counter()
     for split in ('train', 'test'):
-        name, rows = split + '.jsonl', []
+        rows = []
+        name = split + '.jsonl'
         path = os.path.join(settings['input'], name)
         for where, entry in records.parse_jsonl(records.read_source(name, settings['input'], URL + name), path):
             for key in ('question', 'answer'):

@@ -1,7 +1,7 @@
 """GSM8K-Aug (Deng et al., 2311.01460): 386 thousand generated problems in the manner of GSM8K, as records.
 
-python data/gsm8k_aug/prepare.py downloads train, valid and test (100 MB); --input=DIR reads them from there, either as
-.txt, a line being question||<<1+2=3>> <<3*4=12>> #### 12, or as .json, a list of objects or one object a line with
+python data/gsm8k_aug/prepare.py downloads train, valid and test (100 MB); --input=DIR reads them from there, as
+.txt with lines question||<<1+2=3>> <<3*4=12>> #### 12, or as .json, a list of objects or an object a line with
 question, steps and answer. Without a train file the last tenth of valid is val and the rest train.
 """
 import json
@@ -10,10 +10,9 @@ import sys
 from collections import Counter
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.dirname(FOLDER)
-if not os.path.exists(os.path.join(ROOT, 'records.py')):
-    sys.exit(f'error: {FOLDER} is not in data/ of the repository, where alone this script runs: move it there')
-sys.path.insert(0, os.path.dirname(ROOT))  # for running this file by itself
+sys.path.insert(0, os.path.normpath(FOLDER + '/../..'))  # the repository, for running this file by itself
+if not os.path.exists(os.path.normpath(FOLDER + '/../records.py')):
+    sys.exit(f'error: {FOLDER} is not in data/ of the repository: move it there')
 import config
 from data import records
 
@@ -44,7 +43,7 @@ def parse_json(text, path):
         try:
             entries = [(f'{path} entry {i}', entry) for i, entry in enumerate(json.loads(text), 1)]
         except (ValueError, RecursionError) as e:
-            raise config.UserError(f'{path} is no JSON ({e})') from None
+            raise config.UserError(f'{path} is not JSON ({e})') from None
     else:
         entries = records.parse_jsonl(text, path)
     for where, entry in entries:
@@ -55,14 +54,17 @@ def parse_json(text, path):
 
 def main(argv):
     settings = config.load(__file__, argv)[0]
-    folder, rows, left_out = settings['input'], {}, Counter()
+    folder = settings['input']
+    rows, left_out = {}, Counter()
     for split in ('train', 'valid', 'test'):
-        name = split + ('.json' if os.path.exists(os.path.join(folder, split + '.json')) and folder else '.txt')
-        if folder and split == 'train' and not os.path.exists(os.path.join(folder, name)):
-            print(f'{os.path.join(folder, name)} is not there: valid is shared out to train and val')
+        is_json = folder and os.path.exists(os.path.join(folder, split + '.json'))
+        name = split + ('.json' if is_json else '.txt')
+        path = os.path.join(folder, name)
+        if folder and split == 'train' and not os.path.exists(path):
+            print(f'{path} is not there: valid is shared out to train and val')
             continue
-        parse = parse_json if name.endswith('.json') else parse_lines
-        text, path = records.read_source(name, folder, URLS[split] + name), os.path.join(folder, name)
+        text = records.read_source(name, folder, URLS[split] + name)
+        parse = parse_json if is_json else parse_lines
         rows[split] = records.usable_rows(parse(text, path), split, left_out, path)
     if 'train' not in rows:
         rows['train'], rows['valid'] = records.hold_out(rows['valid'], max(1, len(rows['valid']) // 10), 'valid')

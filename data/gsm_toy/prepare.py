@@ -1,18 +1,18 @@
-"""Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with three digits, the same for the same seed.
+"""Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with three digits, fixed by a seed.
 
 Ann's dial is at 1, turns 4 5 0 0 0 0. Where?   steps 4+1=2, 5+2=1                          answer 1
 A lock shows 0, turns 5 4 4 5 0 0. It is?       steps 5+0=2, 4+2=0, 4+0=1, 5+1=0, 0+0=0     answer 0
 
-After 2 comes 0 again, and each turn moves the dial on by one or two digits: whoever leaves out a turn knows little.
-Every problem tells six turns, the last ones may be 0: so they stand where a small model finds them. A step begins with
-its turn and an answer with a digit of the dial: a memory block has to know which of the two comes next. Of the problems
-with five and six steps, two in five end in a step or two that add 0: from them blocks learn in stage 1 to hand a value
-on, as in stage 2 all of them after the last step have to. Most training problems are long: each teaches the first step,
-only these the last ones, and the few short cases are soon known by heart.
+After 2 comes 0 again, and each turn moves the dial by one or two digits: who leaves out a turn knows little. Every
+problem tells six turns, so they stand where a small model finds them; the last ones may be 0. A step begins with
+its turn and an answer with a digit of the dial: a memory block has to know which of the two comes next. Of the
+problems with five and six steps, two in five end in a step or two that add 0: from them blocks learn in stage 1 to
+hand a value on, as in stage 2 all blocks after the last step must. Most training problems are long: each teaches
+the first step, only these the last ones, and the few short cases are soon known by heart.
 
-No question occurs in two of train, val and test, and from four turns on no case does: three starts and four to six turns
-of two kinds make 336 cases, and a quarter of each length is kept for val and test, so that an answer there has to be
-worked out. The 42 shorter cases are in all three, in other words.
+No question occurs in two of train, val and test, and from four turns on no case does: three starts and four to six
+turns of two kinds make 336 cases, and a quarter of each length is left to val and test, so that an answer there
+has to be worked out. The 42 shorter cases are in all three, in other words.
 """
 import os
 import random
@@ -20,31 +20,34 @@ import re
 import sys
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.dirname(FOLDER)
-if not os.path.exists(os.path.join(ROOT, 'records.py')):
-    sys.exit(f'error: {FOLDER} is not in data/ of the repository, where alone this script runs: move it there')
-sys.path.insert(0, os.path.dirname(ROOT))  # for running this file by itself
+sys.path.insert(0, os.path.normpath(FOLDER + '/../..'))  # the repository, for running this file by itself
+if not os.path.exists(os.path.normpath(FOLDER + '/../records.py')):
+    sys.exit(f'error: {FOLDER} is not in data/ of the repository: move it there')
 import config
 from data import records
 
 SMALL = True  # train.py prepares it by itself
 SEED = 1
 ROWS = {'test': 1200, 'val': 600, 'train': 72000}
-MAX_STEPS, DIGITS, TURNS = 6, 3, (4, 5)  # no turn looks like a digit of the dial
+MAX_STEPS = 6
+DIGITS = 3
+TURNS = (4, 5)  # do not look like digits of the dial
 ZERO_STEPS = (0, 0, 0, 1, 2)  # how many of the last steps add 0: one of these at random
 FULL_STEPS = 4  # but the first four never do
-TRAIN_SHARES = (1, 3, 6, 15, 30, 45)  # percent of the training problems by steps; in val and test each is as frequent
+TRAIN_SHARES = (1, 3, 6, 15, 30, 45)  # percent of the training problems by steps; all alike in val and test
 
 NAMES = ['Ann', 'Bob', 'Dan', 'Eve', 'Gus', 'Ivo', 'Kim', 'Lea', 'Max', 'Zoe']
 THINGS = ['dial', 'disk', 'gear', 'knob', 'lock', 'ring']
-OPENINGS = ["{name}'s {thing} is at {n}", "{name}'s {thing} shows {n}", '{name} has a {thing} at {n}', 'A {thing} shows {n}']
+OPENINGS = ["{name}'s {thing} is at {n}", "{name}'s {thing} shows {n}", '{name} has a {thing} at {n}',
+            'A {thing} shows {n}']
 QUESTIONS = ['. Where?', '. It is?']
 
 
 def make_problem(rng, n_steps):
     """(question, steps, answer) with n_steps calculations."""
     n_turns = max(min(n_steps, FULL_STEPS), n_steps - rng.choice(ZERO_STEPS))
-    start, turns = rng.randrange(DIGITS), [rng.choice(TURNS) if i < n_turns else 0 for i in range(MAX_STEPS)]
+    start = rng.randrange(DIGITS)
+    turns = [rng.choice(TURNS) if i < n_turns else 0 for i in range(MAX_STEPS)]
     opening = rng.choice(OPENINGS).format(name=rng.choice(NAMES), thing=rng.choice(THINGS), n=start)
     question = f'{opening}, turns {" ".join(map(str, turns))}{rng.choice(QUESTIONS)}'
     value, steps = start, []
@@ -58,14 +61,19 @@ def make_problem(rng, n_steps):
 def may_have(split, question):
     """Whether a split may have the case that a question tells, which its digits and nothing else decide."""
     start, *turns = map(int, re.findall(r'\d', question))
-    kept = (start + sum(place * turn for place, turn in enumerate(turns, 1))) % 4 == 2  # a quarter of each length
-    return turns[3] == 0 or kept == (split != 'train')  # fewer than four turns: in all splits
+    if turns[3] == 0:  # fewer than four turns: in all splits
+        return True
+    # a quarter of each length
+    held_out = (start + sum(place * turn for place, turn in enumerate(turns, 1))) % 4 == 2
+    return held_out == (split != 'train')
 
 
 def main(argv):
     if argv:
         raise config.UserError(f'{argv[0]!r}: this script takes no arguments')
-    rng, asked, splits = random.Random(SEED), set(), {}
+    rng = random.Random(SEED)
+    questions = set()  # of test and val
+    splits = {}
     for split, n in ROWS.items():
         lengths = [1 + i % MAX_STEPS for i in range(n)]
         if split == 'train':
@@ -73,16 +81,17 @@ def main(argv):
         splits[split] = []
         for n_steps in lengths:
             problem = make_problem(rng, n_steps)
-            while problem[0] in asked or not may_have(split, problem[0]):
+            while problem[0] in questions or not may_have(split, problem[0]):
                 problem = make_problem(rng, n_steps)
             splits[split].append(problem)
             if split != 'train':
-                asked.add(problem[0])
+                questions.add(problem[0])
     chars = set('\n')
     for rows in splits.values():
         for question, steps, answer in rows:
             chars.update(question, *steps, answer)
-    records.write_record_dataset(FOLDER, splits, {'kind': 'char', 'chars': sorted(chars)}, f'made with seed {SEED}')
+    tokenizer = {'kind': 'char', 'chars': sorted(chars)}
+    records.write_record_dataset(FOLDER, splits, tokenizer, f'made with seed {SEED}')
 
 
 if __name__ == '__main__':

