@@ -91,7 +91,8 @@ def training_step():
     compare_steps([('gpt', 'gpt', SMALL),
                    ('gpt again (the noise)', 'gpt', SMALL),
                    ('copy-2', 'thoughtbubbles', dict(SMALL, fork_layers=(), copies=2, merge='rightmost')),
-                   *((f'thoughtbubbles kappa {kappa} {merge}', 'thoughtbubbles', dict(SMALL, kappa=kappa, merge=merge))
+                   *((f'thoughtbubbles kappa {kappa} {merge}', 'thoughtbubbles',
+                      dict(SMALL, kappa=kappa, merge=merge))
                      for kappa in (2, 4) for merge in ('probs', 'residual'))])
 
 
@@ -110,7 +111,8 @@ def wide_vocabulary():
 
 class WholeLogits(GPT):
     def nll(self, x, targets):
-        return F.cross_entropy(self.logits(x).transpose(1, 2), targets, reduction='none')
+        nll = F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), reduction='none')
+        return nll.view(targets.shape)
 
 
 def generating():

@@ -102,7 +102,7 @@ def main(argv):
         text = str(saved['meta'].get('example', '')) if is_question else tokenizer.start_text()
     known = settings.keys() & inspect.signature(generate).parameters.keys()
     for name in given.keys() - known - GENERAL:
-        raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model, it has no such setting')
+        raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model without that setting')
     sampling = {name: settings[name] for name in known}
     torch.manual_seed(seed)
 

@@ -196,8 +196,8 @@ def main(argv):
                 stop_wanted = True
                 break
             if not math.isfinite(val_loss):
-                raise UserError(f'step {it}: val loss {val_loss}: the model has diverged; {out_dir}/best.pt is the '
-                                'best before')
+                raise UserError(f'step {it}: val loss {val_loss}: the model has diverged; {out_dir}/best.pt is '
+                                'the best before')
             run.say(f'step {it}: val loss {val_loss:.4f} {data.UNIT[meta["kind"]]}')
             run.log(iter=it, val_loss=val_loss, save_s=save_s)
             if val_loss < best_val_loss:
