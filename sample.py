@@ -14,11 +14,9 @@ import torch
 import config
 import train
 from config import UserError
-from config.checkpoint import load_checkpoint
-from config.machine import choose_device
 from data import Tokenizer, UNIT, read_text
 from data.records import blocks_text, encode_question
-from train import METHODS, build_model
+from train import METHODS, open_checkpoint
 
 out_dir = 'out/tb_small'  # the run whose checkpoint is read
 checkpoint = ''  # a checkpoint's path or a run's folder instead, such as out/tb_small/best.pt
@@ -39,8 +37,8 @@ n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 show = False  # colour tokens by the streams or slots that the model spent on them
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 
-# settings of every model; the others are those of its generate
-GENERAL = {'out_dir', 'checkpoint', 'prompt', 'prompt_file', 'num_samples', 'stop', 'seed', 'show', 'device'}
+# settings of every model; the others are those of its generate, or answers
+GENERAL = {'out_dir', 'checkpoint', 'prompt', 'prompt_file', 'num_samples', 'seed', 'show', 'device'}
 # 256-colour backgrounds from least to most effort, each with a readable foreground
 COLOURS = [(255, 16), (194, 16), (228, 16), (214, 16), (203, 16), (125, 231), (55, 231)]
 
@@ -73,10 +71,8 @@ def load_settings(script, argv):
 
 
 def open_model(path, device):
-    """(path, checkpoint, its model) from a checkpoint's path or a run's folder; says on stderr what was read."""
-    path = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
-    saved = load_checkpoint(path)
-    model = build_model(saved, path).to(choose_device(device)[0]).eval()
+    """As train.open_checkpoint, and says on stderr what was read."""
+    path, saved, model = open_checkpoint(path, device)
     loss = 'not evaluated yet'
     if math.isfinite(saved['best_val_loss']):
         loss = f'best validation loss {saved["best_val_loss"]:.4f} {UNIT[saved["meta"]["kind"]]}'
@@ -101,7 +97,8 @@ def main(argv):
     elif 'prompt' not in given:
         text = str(saved['meta'].get('example', '')) if is_question else tokenizer.start_text()
     known = settings.keys() & inspect.signature(generate).parameters.keys()
-    for name in given.keys() - known - GENERAL:
+    text_only = set() if is_question else {'stop'}  # an answer ends by itself
+    for name in given.keys() - known - GENERAL - text_only:
         raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model without that setting')
     sampling = {name: settings[name] for name in known}
     torch.manual_seed(seed)

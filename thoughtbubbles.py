@@ -238,7 +238,7 @@ class Thoughtbubbles(GPT):
     # --- cost ---
 
     def row_lengths(self):
-        T = self.config.block_size
+        T = self.config.row_size
         S = T * self.config.copies
         lengths = []
         for i in range(self.config.n_layer):

@@ -93,11 +93,17 @@ def learning_rate_at(stage, it):
     return lowest + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (stage.peak_lr - lowest)
 
 
-def load(path, device='cpu'):
-    """(model in eval mode, tokenizer) of a run's folder or a checkpoint's path. Raises UserError."""
+def open_checkpoint(path, device='auto'):
+    """(path, checkpoint, its model in eval mode) of a run's folder or a checkpoint's path. Raises UserError."""
     path = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
     checkpoint = load_checkpoint(path)
-    return build_model(checkpoint, path).to(device).eval(), data.Tokenizer(checkpoint['meta']['tokenizer'])
+    return path, checkpoint, build_model(checkpoint, path).to(choose_device(device)[0]).eval()
+
+
+def load(path, device='auto'):
+    """(model in eval mode, tokenizer) of a run's folder or a checkpoint's path, for use from Python."""
+    _, checkpoint, model = open_checkpoint(path, device)
+    return model, data.Tokenizer(checkpoint['meta']['tokenizer'])
 
 
 def stage_at(stages, it):

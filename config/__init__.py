@@ -34,6 +34,9 @@ Setting = namedtuple('Setting', 'default types comment')  # types: those that a 
 class UserError(ValueError):
     """A setting, file or input is at fault. The message is one line: what, which value, the way out."""
 
+    def __str__(self):
+        return ' '.join(super().__str__().splitlines())  # it may quote another error, of several lines
+
 
 def check_range(settings, names, low=1, below=math.inf):
     """Raises UserError for the first of the names (separated by spaces) whose value is not in [low, below)."""

@@ -149,7 +149,7 @@ class Run:
                                 'prepared anew since')
             try:
                 return config_class(**self.start['model_config'])
-            except TypeError as e:
+            except (TypeError, UserError) as e:
                 raise UserError(f'{self.start_path}: its configuration does not fit this code '
                                 f'({first_line(e)})') from e
         settings = self.model_settings

@@ -371,9 +371,8 @@ def gold_answers(records):
 
 def score(ask, tokenizer, records, batch_size=32):
     """Which answers are right: bool (n, blocks), where any of several samples may be right. ask: questions
-    (token lists) -> by block and by sample (token lists, anything), see RiM.answers. The last column's mean is
-    the exact-match accuracy, that of any column the oracle accuracy. As no block sees a later one, column k-1
-    is what a model with k blocks answers, also with more than trained."""
+    (token lists) -> by block and by sample (token lists, anything), see RiM.answers. As no block sees a later
+    one, column k-1 is what a model with k blocks answers, also with more than trained."""
     gold = gold_answers(records)
     correct = {}
     order = sorted(range(len(records)), key=lambda i: len(records[i].question))  # little padding

@@ -1,14 +1,27 @@
+"""What the tests share: small data sets, a tiny run, several processes."""
+import contextlib
+import json
 import os
+import random
+import socket
+import subprocess
 import sys
 
 import pytest
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import data
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
 import train
 from config.checkpoint import load_checkpoint
+from data.records import write_record_dataset
 from data.text import write_text_dataset
+
+METHOD_SETTINGS = [dict(method='gpt'), dict(method='thoughtbubbles', fork_layers='1,2'), dict(method='cyb', W=2)]
+ROWS = [{'question': f'{a}+{b}?', 'steps': [f'{a}+{b}={a + b}'] + [f'{a + b + i}+1={a + b + i + 1}' for i in range(n)],
+         'answer': str(a + b + n)} for a in range(1, 6) for b in range(1, 5) for n in range(3)]
+CHARACTERS = sorted('0123456789+=?\n')  # of ROWS
+TEXT = ''.join(f'{i} plus {i % 7} is {i + i % 7}.\n' for i in range(200))[:3000]  # 18 characters
 
 
 @pytest.fixture(autouse=True)
@@ -16,22 +29,79 @@ def reproducible():
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def dataset(tmp_path):
-    """A prepared data set of 3,000 characters: the path of its folder."""
-    folder = tmp_path / 'text'
-    folder.mkdir()
-    text = ''.join(f'{i} plus {i % 7} is {i + i % 7}.\n' for i in range(200))[:3000]
+# --- data sets, each in a folder of its own, whose path is returned ---
+
+def write_text(folder, text='abc\n' * 200):
     write_text_dataset(str(folder), text, {'kind': 'char', 'chars': sorted(set(text))}, 'a test')
     return str(folder)
 
 
+def write_records(folder):
+    """The rows above: 50 for training, 10 for validation and for testing."""
+    rows = [tuple(row.values()) for row in ROWS]
+    write_record_dataset(str(folder), {'train': rows[10:], 'val': rows[:10], 'test': rows[:10]},
+                         {'kind': 'char', 'chars': CHARACTERS}, 'a test')
+    return str(folder)
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    return write_text(tmp_path / 'text', TEXT)
+
+
+# --- a run ---
+
+def arguments(**settings):
+    """The command line of a tiny run."""
+    tiny = dict(device='cpu', n_layer=3, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=4, warmup_iters=2,
+                eval_interval=2, eval_rows=8, log_interval=1)
+    return [f'--{name}={value}' for name, value in {**tiny, **settings}.items()]
+
+
+@contextlib.contextmanager
+def without_reports():
+    """Finished runs make no report, which takes longer than a tiny run. Gives a MonkeyPatch for more of that kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        for _, model_class, _ in train.METHODS.values():
+            patch.setattr(model_class, 'report', lambda self, batches: '')
+        yield patch
+
+
 @pytest.fixture
 def run(tmp_path, dataset):
-    """run(out, **settings) trains a tiny model, quickly, in this process, and returns its checkpoint."""
-    def run(out='run', **settings):
-        tiny = dict(dataset=dataset, device='cpu', n_layer=3, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=4,
-                    warmup_iters=2, eval_interval=2, eval_rows=8, log_interval=1, out_dir=str(tmp_path / out))
-        train.main([f'--{name}={value}' for name, value in {**tiny, **settings}.items()])
+    """run(out, **settings) trains a tiny model in this process and returns its checkpoint; report=True: with its report."""
+    def run(out='run', report=False, **settings):
+        with contextlib.nullcontext() if report else without_reports():
+            train.main(arguments(**{'dataset': dataset, 'out_dir': tmp_path / out, **settings}))
         return load_checkpoint(str(tmp_path / out / 'ckpt.pt'))
     return run
+
+
+def read_log(folder):
+    with open(os.path.join(folder, 'log.jsonl'), encoding='utf-8') as f:
+        return [json.loads(line) for line in f]  # a broken line would raise
+
+
+# --- several processes ---
+
+def free_port():
+    """A port below those that the system hands out, so that it is still free when the run gets to it."""
+    while True:
+        port = random.SystemRandom().randint(20000, 30000)
+        with socket.socket() as s:
+            if s.connect_ex(('localhost', port)):
+                return port
+
+
+def torchrun(processes, script, *arguments, timeout=300):
+    """(exit status, output). A run that hangs fails the test, its processes are killed."""
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', script, *arguments]
+    started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    try:
+        output, _ = started.communicate(timeout=timeout)
+        return started.returncode, output
+    finally:
+        if started.poll() is None:
+            started.terminate()  # torchrun then ends its processes, by force after half a minute
+            started.wait(60)

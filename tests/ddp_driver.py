@@ -1,19 +1,19 @@
-"""Run train.main once for each list of arguments in the JSON file argv[1]; started by torchrun.
+"""Run train.main once for each job of the JSON file argv[1], in one group of processes after the other; started by torchrun.
 
-With a second argument a finished run makes no report, which takes longer than a tiny run.
+A job is a list: arguments, a port that is free, whether the finished run makes its report.
 """
+import contextlib
 import json
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import train
+from conftest import train, without_reports
 
 if __name__ == '__main__':
     os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'False'  # a process group per run wants a store of its own
-    for *_, batch_class in train.METHODS.values() if sys.argv[2:] else []:
-        batch_class.report = lambda self, model: ''
     with open(sys.argv[1], encoding='utf-8') as f:
-        for arguments, port in json.load(f):
-            os.environ['MASTER_PORT'] = str(port)
+        jobs = json.load(f)
+    for arguments, port, report in jobs:
+        os.environ['MASTER_PORT'] = str(port)
+        with contextlib.nullcontext() if report else without_reports():
             train.main(arguments)

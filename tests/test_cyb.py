@@ -1,20 +1,23 @@
 """Catch Your Breath: the loss against reference values and enumerated paths, one pass against slots one by one."""
+import functools
 import itertools
 import json
-import math
 import os
+import runpy
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import bench
-import cyb
+import config
+import model as core
+import reference
 import sample
 import train
 from config import UserError
-from cyb import CYB, CYBConfig, SlotRows, cyb_loss, head_loss, stop_log_probs, stopping_distribution
-from model import GPT, GPTConfig, left_pad
+from cyb import CYB, CYBConfig, SlotRows, cyb_loss, stop_log_probs, stopping_distribution
+from model import GPT, GPTConfig, head_numbers, left_pad, mean_nll
 
 SIZE = dict(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16)
 OMEGAS = ['last', 'uniform', 'first', 'geometric', (0.2, 0.0, 0.8, 0.0)]
@@ -43,7 +46,7 @@ def every_slot(model, idx, pad=None):
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize('case', CASES)
-def test_reference_values(case, dtype, tolerance):
+def test_stops_and_loss_equal_the_worked_values(case, dtype, tolerance):
     logits = torch.tensor(case['logits'], dtype=dtype)
     z, k = logits[:, :-1], logits[:, -1]
     lse, a = z.logsumexp(1), z[:, case['target']]
@@ -55,21 +58,16 @@ def test_reference_values(case, dtype, tolerance):
 
 
 @pytest.mark.parametrize('omega', OMEGAS)
-def test_every_path_enumerated(omega):
-    W, target, gamma = 4, 2, [1.0, 0.9, 0.7, 0.4]
-    omega = stopping_distribution(omega, W)
-    logits = torch.randn(W, 6, dtype=torch.double) * 2
-    full, answer = logits.softmax(1), logits[:, :-1].softmax(1)[:, target]
-    d, stop = full[:, -1].tolist(), [0.0] * W
-    for world, answers in itertools.product(range(W), itertools.product([False, True], repeat=W)):
-        p = omega[world] * math.prod(1 - d[i] if answers[i] else d[i] for i in range(W))
-        stop[next(i for i in range(W) if answers[i] or i == world)] += p
-    gap = logits[:, :-1].logsumexp(1) - logits[:, -1]
-    assert stop_log_probs(gap, omega).exp().tolist() == pytest.approx(stop, abs=1e-12)
-    assert sum(stop) == pytest.approx(1, abs=1e-12)
-    loss = cyb_loss(logits[:, target], logits[:, -1], logits[:, :-1].logsumexp(1), omega, gamma)
-    want = -math.log(sum(s * g * t for s, g, t in zip(stop, gamma, answer.tolist())))
-    assert loss.item() == pytest.approx(want, abs=1e-12)
+def test_stops_and_loss_equal_all_paths_enumerated(omega):
+    target, gamma = 2, [1.0, 0.9, 0.7, 0.4]
+    omega = stopping_distribution(omega, 4)
+    z, k = torch.randn(4, 5).double() * 2, torch.randn(4).double() * 2
+    gap = z.logsumexp(1) - k
+    stops = reference.stopping(torch.sigmoid(-gap).tolist(), omega)
+    assert sum(stops) == pytest.approx(1, abs=1e-12)
+    assert stop_log_probs(gap, omega).exp().tolist() == pytest.approx(stops, abs=1e-12)
+    want = reference.breath_loss(z, k, target, omega, gamma)
+    assert abs(cyb_loss(z[:, target], k, z.logsumexp(1), omega, gamma) - want) < 1e-12
 
 
 @pytest.mark.parametrize('omega', OMEGAS)
@@ -104,24 +102,29 @@ def test_extreme_logits_in_float32(omega):
         torch.testing.assert_close(g.double(), w, rtol=1e-3, atol=1e-5)
 
 
-def head_inputs(N=5, W=3, C=4, V=7, omega='uniform'):
-    y, k, weight = (torch.randn(*shape).double().requires_grad_() for shape in ((N, W, C), (N, W), (V, C)))
-    targets = torch.randint(V, (N,))
-    targets[1] = -1
-    return y, k, weight, targets, stopping_distribution(omega, W), [0.8 ** i for i in range(W)]
+@pytest.fixture(params=[1, 5, 1000], ids='chunks of {}'.format)
+def split(request, monkeypatch):
+    """The head takes so many slots at once."""
+    monkeypatch.setattr(core, 'chunks', lambda N, V: [slice(i, min(i + request.param, N))
+                                                      for i in range(0, N, request.param)])
 
 
 @pytest.mark.parametrize('omega', ['last', 'uniform', 'first', 'geometric'])
-@pytest.mark.parametrize('chunk', [1, 2 ** 20])
-def test_gradients_against_finite_differences(omega, chunk, monkeypatch):
-    monkeypatch.setattr(cyb, 'CHUNK', chunk)
-    y, k, weight, *rest = head_inputs(omega=omega)
-    assert torch.autograd.gradcheck(lambda *inputs: head_loss(*inputs, *rest, True), (y, k, weight))
+def test_gradients_equal_finite_differences(omega, split):
+    N, W, C, V = 5, 3, 4, 7
+    y, k, weight = (torch.randn(*shape).double().requires_grad_() for shape in ((N, W, C), (N, W), (V, C)))
+    targets = torch.randint(V, (N,))
+    targets[1] = -1
+    each = targets.clamp(min=0).repeat_interleave(W)
+    omega, gamma = stopping_distribution(omega, W), [0.8 ** i for i in range(W)]
+
+    def loss(y, k, weight):
+        target_logit, lse = (t.view(N, W) for t in head_numbers(y.flatten(0, 1), weight, each, torch.double))
+        return mean_nll(cyb_loss(target_logit, k, lse, omega, gamma), targets)
+    assert torch.autograd.gradcheck(loss, (y, k, weight))
 
 
-@pytest.mark.parametrize('chunk', [1, 50, 2 ** 20])
-def test_chunks_equal_the_definition(chunk, monkeypatch):
-    monkeypatch.setattr(cyb, 'CHUNK', chunk)
+def test_loss_and_gradients_equal_the_definition_over_all_logits(split):
     model = breath(gamma0=0.7, omega='geometric').train()  # gamma is for training alone
     idx, targets = torch.randint(11, (2, 3, 8))
     targets[0, :3] = -1
@@ -137,6 +140,17 @@ def test_chunks_equal_the_definition(chunk, monkeypatch):
         torch.testing.assert_close(g, w)
     with torch.no_grad():
         assert model(idx, targets)[1].item() == pytest.approx(want.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize('see_pauses', [True, False])
+@pytest.mark.parametrize('omega', OMEGAS)
+def test_model_equals_the_plain_rendering(omega, see_pauses):
+    model = breath(omega=omega, gamma0=0.8, see_pauses=see_pauses).train()
+    tokens, targets = torch.randint(11, (2, 8)).tolist()
+    z, k = reference.breath_slots(model, tokens)
+    gamma = [1, 0.8, 0.64, 0.512]
+    want = sum(reference.breath_loss(z[t], k[t], targets[t], model.omega, gamma) for t in range(8)) / 8
+    assert abs(model(torch.tensor([tokens]), torch.tensor([targets]))[1] - want) < 1e-10
 
 
 def test_validation_is_the_plain_likelihood_whatever_the_discount():
@@ -157,14 +171,6 @@ def test_a_pause_after_the_stop_gets_no_gradient():
         model.dont_know.bias.data.fill_(bias)
         model(torch.tensor([[3]]), torch.tensor([[5]]))[1].backward()
         assert bool((model.pauses.grad == 0).all()) == nothing and (model.wte.weight.grad != 0).any()
-
-
-def test_memory_of_a_step_is_below_one_copy_of_the_logits(monkeypatch):
-    V, W, T = 4000, 4, 16
-    monkeypatch.setattr(cyb, 'CHUNK', V * W * 2)
-    model = CYB(CYBConfig(**{**SIZE, 'vocab_size': V, 'block_size': T, 'W': W}))
-    idx = torch.randint(V, (4, T))
-    assert bench.peak_memory(lambda: model(idx, idx)[1].backward()) < 4 * T * W * V * 4
 
 
 def test_to_measure_memory_writes_no_lines(capfd):
@@ -262,7 +268,8 @@ def test_bfloat16_autocast_keeps_the_loss_in_float32():
     assert z.dtype == torch.bfloat16 and got.dtype == torch.float32
     z, k = z.double(), F.linear(y, model.dont_know.weight, model.dont_know.bias)[..., 0].double()
     a = z.gather(3, targets[..., None, None].expand(-1, -1, 4, 1))[..., 0]
-    assert got.item() == pytest.approx(cyb_loss(a, k, z.logsumexp(3), model.omega, model.gamma).mean().item(), rel=1e-5)
+    want = cyb_loss(a, k, z.logsumexp(3), model.omega, model.gamma).mean().item()
+    assert got.item() == pytest.approx(want, rel=1e-5)
     got.backward()
     single = breath().float()
     single.load_state_dict(model.state_dict())
@@ -293,36 +300,27 @@ def wavering(seed=3, **settings):
     return model
 
 
-def reference_text(model, prompt, n, threshold=0.5, skip=False):
-    """Greedy text and slots, the window read anew for every token by the one pass of training; skip masks the pauses
-    that were not taken."""
-    tokens, start, used, W, T = list(prompt), 0, [1 if skip else 4] * (len(prompt) - 1), 4, model.config.block_size
-    for _ in range(n):
-        if len(tokens) - start > T:
-            start = len(tokens) - T // 2
-        window = tokens[start:]
-        ids = torch.tensor([[t if j == 0 else 10 + j for t in window for j in range(W)]])
-        order = torch.arange(len(window) * W)
-        there = torch.tensor([j < u for u in used[start:] + [W] for j in range(W)])
-        mask = (order <= order[:, None]) & (there | (order == order[:, None]))
-        x = model.trunk(ids, order[None], mask)[0, -W:]
-        z, k = model.logits(x), model.dont_know_logit(model.ln_f(x))
-        d = torch.sigmoid(k - z.logsumexp(1))
-        slot = next((j for j in range(W - 1) if d[j] <= threshold), W - 1)
-        tokens.append(z[slot].argmax().item())
-        used.append(slot + 1 if skip else W)
-        yield tokens[-1], slot + 1
+def check_greedy(model, n, threshold=0.5, skip=False, **settings):
+    """Text and slots of PROMPTS are those of the plain rendering."""
+    new = model.complete(PROMPTS, n, temperature=0, threshold=threshold, skip_unused_pauses=skip, **settings)
+    want = [list(zip(*text)) for text in slow_texts(model, n, threshold, skip)]
+    assert new == [list(tokens) for tokens, _ in want] and model.slots == [list(slots) for _, slots in want]
 
 
-@pytest.mark.parametrize('seed', [3, 14, 22])
-@pytest.mark.parametrize('skip', [False, True])
-@pytest.mark.parametrize('use_cache', [False, True])
-def test_rows_that_pause_differently_equal_the_reference(skip, use_cache, seed):
-    model = wavering(seed)
-    new = model.complete(PROMPTS, 30, temperature=0, skip_unused_pauses=skip, use_cache=use_cache)  # beyond the window
-    want = [list(zip(*reference_text(model, prompt, 30, skip=skip))) for prompt in PROMPTS]
-    assert new == [list(w[0]) for w in want] and model.slots == [list(w[1]) for w in want]
-    assert len(set(sum(model.slots, []))) > 1 and model.slots[0] != model.slots[1]
+@functools.lru_cache(1)  # for the same model with a cache and without
+@torch.no_grad()
+def slow_texts(model, n, threshold, skip):
+    return [list(reference.breath_text(model, prompt, n, threshold, skip)) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize('seed, see_pauses, skip', [
+    (3, True, False), (14, True, False), (22, True, False), (3, True, True), (14, True, True), (22, True, True),
+    (22, False, False)])
+def test_rows_that_pause_differently_equal_the_plain_rendering(seed, see_pauses, skip):
+    model = wavering(seed, see_pauses=see_pauses)
+    for use_cache in (True, False):
+        check_greedy(model, 20, skip=skip, use_cache=use_cache)  # beyond the window
+        assert len(set(sum(model.slots, []))) > 1 and model.slots[0] != model.slots[1]
 
 
 @pytest.mark.parametrize('see_pauses', [True, False])
@@ -337,11 +335,9 @@ def test_cached_equals_uncached_when_drawn(see_pauses, pace):
 
 
 @pytest.mark.parametrize('threshold', [0.0, 0.2, 0.9, 1.0])
-def test_threshold(threshold):
+def test_a_token_pauses_where_d_is_above_the_threshold(threshold):
     model = wavering(22)
-    new = model.complete(PROMPTS, 8, temperature=0, threshold=threshold)
-    want = [list(zip(*reference_text(model, prompt, 8, threshold))) for prompt in PROMPTS]
-    assert new == [list(w[0]) for w in want] and model.slots == [list(w[1]) for w in want]
+    check_greedy(model, 8, threshold)
     assert threshold not in (0.0, 1.0) or set(sum(model.slots, [])) == {4 if threshold == 0 else 1}
 
 
@@ -365,7 +361,7 @@ def test_unseen_pauses_generate_alike_in_a_batch_and_alone():
     assert new[1][0] == first[0][0, -1, slots[1][0] - 1].argmax()
 
 
-def test_first_and_all_slots():
+def test_pace_first_answers_in_slot_one_and_pace_all_in_slot_w():
     model = breath()
     z, _ = every_slot(model, torch.tensor([PROMPTS[1]]))
     for pace, slot in [('first', 1), ('all', 4)]:
@@ -393,17 +389,28 @@ def test_few_forward_passes_beyond_the_slots_used(rows, monkeypatch):
     assert len(passes) == 50
 
 
-def test_stop_token_and_effort():
+def test_a_stop_token_ends_its_row_and_spent_are_the_slots_of_the_rest():
     model = wavering()
     text = model.complete(PROMPTS, 12, temperature=0)
     stop = text[0][2]
     cut = model.complete(PROMPTS, 12, temperature=0, stop_token=stop)
     for whole, row in zip(text, cut):
         assert row == (whole[:whole.index(stop) + 1] if stop in whole else whole)
-    effort = model.effort(PROMPTS, cut)
-    assert [e[len(p):] for e, p in zip(effort, PROMPTS)] == model.slots
     assert [len(s) for s in model.slots] == [len(row) for row in cut]
-    assert all(e[:len(p)] == [None] * len(p) for e, p in zip(effort, PROMPTS))
+    unit, slots = model.spent(PROMPTS, cut)
+    assert unit == 'slots' and slots == [[None] * len(p) + s for p, s in zip(PROMPTS, model.slots)]
+    for other in (breath(W=1), breath(objective='tbys')):
+        assert other.spent(PROMPTS, cut) is None  # the same on every token: nothing to show
+
+
+def test_a_step_yields_none_for_rows_that_pause():
+    model = wavering()
+    steps = list(model.generate(PROMPTS, 12, temperature=0))
+    each = [[token for token in row if token is not None] for row in zip(*steps)]
+    assert each == model.complete(PROMPTS, 12, temperature=0)
+    # a row takes as many steps as slots, up to its last token
+    for row, slots in zip(zip(*steps), model.slots):
+        assert max(i for i, token in enumerate(row) if token is not None) + 1 == sum(slots)
 
 
 def test_sample_prints_nothing_before_it_refuses(run, tmp_path, capsys):
@@ -423,6 +430,10 @@ def test_sample_shows_the_slots(run, tmp_path, capsys):
 
 # --- starting from another model ---
 
+FROM_GPT = {name: value for name, value in runpy.run_path(f'{config.ROOT}/config/cyb_from_gpt.py').items()
+            if name in ('see_pauses', 'd_init')}
+
+
 @pytest.mark.parametrize('learned_positions', [False, True])
 @pytest.mark.parametrize('shift', [0, -5, 5])
 def test_starts_as_the_plain_gpt(learned_positions, shift):
@@ -433,7 +444,7 @@ def test_starts_as_the_plain_gpt(learned_positions, shift):
             p.data *= 10
     plain.ln_f.bias.data.fill_(1)
     plain.lm_head.weight.data += shift  # all logits far below or above 0 mean the same model
-    model = breath(**settings, **CYBConfig.from_gpt)
+    model = breath(**settings, **FROM_GPT)
     assert set(model.load_pretrained(plain.state_dict())) == {'pauses', 'dont_know.weight', 'dont_know.bias'}
     idx, targets = torch.randint(11, (2, 3, 8))
     z, d = every_slot(model, idx)
@@ -459,13 +470,17 @@ def test_slots_stand_where_their_token_stood():
 
 
 def test_pauses_that_later_tokens_do_not_see_stand_between_tokens():
-    model = breath(see_pauses=False)
-    assert model.positions(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 3, 0, 1])).tolist() == [0, 0.75, 1, 1.25]
+    for see_pauses, expected in [(False, [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]), (True, list(range(8)))]:
+        model, seen = breath(see_pauses=see_pauses), []
+        rope = model.rope
+        model.rope = lambda positions: seen.append(positions.tolist()) or rope(positions)
+        model(torch.tensor([[3, 4]]))
+        assert seen == [[expected]]
 
 
 def test_fine_tuning_run_starts_at_the_loss_of_the_plain_gpt(run, tmp_path):
     run('plain', method='gpt', max_iters=60, eval_interval=60, learning_rate=0.01)
-    run('tuned', method='cyb', W=3, init_from=f'{tmp_path}/plain/ckpt.pt')
+    run('tuned', method='cyb', W=3, init_from=f'{tmp_path}/plain/ckpt.pt', **FROM_GPT)
     last, first = (json.loads(open(tmp_path / name / 'log.jsonl').readlines()[i])['val_loss']
                    for name, i in (('plain', -1), ('tuned', 0)))
     assert last < 3.0 and first == pytest.approx(last, abs=2e-4)
@@ -483,10 +498,10 @@ def test_what_a_run_is_trained_for_is_not_taken_over(run, tmp_path):
 
 def test_another_number_of_slots_is_refused(run, tmp_path):
     run('two', method='cyb', W=2)
-    with pytest.raises(UserError, match='W = 4.* W = 2'):
+    with pytest.raises(UserError, match='W = 4: .*two/ckpt.pt has 2'):
         run('four', method='cyb', W=4, init_from=f'{tmp_path}/two/ckpt.pt')
     run('one', method='cyb', W=1)
-    with pytest.raises(UserError, match='W = 4.* W = 1'):
+    with pytest.raises(UserError, match='W = 4: .*one/ckpt.pt has 1'):
         run('four', method='cyb', W=4, init_from=f'{tmp_path}/one/ckpt.pt')
     with pytest.raises(UserError, match='W = 4.* 2'):
         run('two', method='cyb', W=4, init_from='resume')
@@ -500,19 +515,20 @@ def test_another_number_of_slots_is_refused(run, tmp_path):
     (dict(W=0), 'W = 0'), (dict(gamma0=0.0), 'gamma0 = 0.0'), (dict(gamma0=1.1), 'gamma0 = 1.1'),
     (dict(W=3, omega=(0.5, 0.5)), '2 numbers.*W = 3'), (dict(W=2, omega=(-0.5, 1.5)), 'from 0 to 1'),
     (dict(W=2, omega=(0.5, 0.6)), 'sums to 1.1'), (dict(W=2, omega=(0.5, 0.50001)), 'sums to 1.00001'),
-    (dict(objective='tbys', gamma0=0.5), 'gamma0 = 0.5: of no use'), (dict(omega='never'), "'never'.*last, uniform"),
-    (dict(d_init=1.0), 'd_init = 1.0'),
+    (dict(objective='tbys', gamma0=0.5), 'gamma0 = 0.5: they have no effect'),
+    (dict(omega='never'), "'never'.*last, uniform"), (dict(d_init=1.0), 'd_init = 1.0'),
     (dict(objective='ce'), "objective = 'ce'")])
-def test_wrong_settings(settings, message):
+def test_impossible_settings_are_named(settings, message):
     with pytest.raises(UserError, match=message):
         CYBConfig(**{**SIZE, **settings})
 
 
-def test_wrong_sampling_settings():
+def test_impossible_ways_to_sample_are_named():
     model = breath()
     for settings, message in [(dict(pace='slow'), 'pace = .slow'), (dict(threshold=2), 'threshold = 2'),
-                              (dict(temperature=-1), 'temperature = -1'), (dict(threshold=0.2), 'threshold = 0.2: acts'),
-                              (dict(threshold=0.2, temperature=0, pace='all'), 'threshold = 0.2: acts')]:
+                              (dict(temperature=-1), 'temperature = -1'),
+                              (dict(threshold=0.2), 'threshold = 0.2: has an effect'),
+                              (dict(threshold=0.2, temperature=0, pace='all'), 'threshold = 0.2: has an effect')]:
         with pytest.raises(UserError, match=message):
             model.complete([[1]], 2, **settings)
     with pytest.raises(UserError, match='pace = first'):
@@ -531,5 +547,5 @@ def test_sampling_settings_of_another_method_are_refused(run, tmp_path):
 
 def test_a_row_beyond_memory_says_what_it_needs(run, monkeypatch):
     monkeypatch.setattr(train.os, 'sysconf', lambda name: 2 ** 17)  # 16 GB: 128k pages of 128 kB
-    with pytest.raises(UserError, match='block_size = 16, W = 1000000: .* 197 GB or more, cpu has 17 GB'):
+    with pytest.raises(UserError, match='batch_size = 4, block_size = 16: .* 197 GB or more, cpu has 17 GB'):
         run('huge', method='cyb', W=10 ** 6)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ import torch
 import bench
 import data
 import eval as evaluation
+import model as core
 import sample
 from config import UserError
 from config.checkpoint import load_checkpoint, save_checkpoint
 from cyb import CYB, CYBConfig
-from train import build_model
 from data.text import TextBatches, write_text_dataset
+from train import build_model
 
 
 @pytest.fixture
@@ -29,25 +31,29 @@ def numbers(run, dataset, tmp_path):
         evaluation.main([f'--out_dir={tmp_path}/run', '--device=cpu', '--eval_rows=8', '--slow_rows=3',
                          '--batch_size=3'])
         model = build_model(load_checkpoint(f'{tmp_path}/run/ckpt.pt')).eval()
-        rows = TextBatches(dataset, data.read_meta(dataset), model.config, 0, 8).val_batch(list(range(8)))
+        batches = TextBatches(dataset, data.read_meta(dataset), model.config, 0, 8, 4)
+        rows = batches.val_batch(None, list(range(8)))
         with open(tmp_path / 'run' / 'eval.json') as f:
             return json.load(f), model, *rows
     return numbers
 
 
-@pytest.mark.parametrize('settings', [dict(method='gpt'), dict(method='thoughtbubbles'), dict(method='cyb', gamma0=0.5),
-                                      dict(method='cyb', objective='tbys', W=3), dict(method='cyb', W=1)])
+@pytest.mark.parametrize('settings', [
+    dict(method='gpt'), dict(method='thoughtbubbles'), dict(method='cyb', gamma0=0.5),
+    dict(method='cyb', objective='tbys', W=3), dict(method='cyb', W=1)], ids=str)
 @torch.no_grad()
-def test_loss_and_files(numbers, settings, tmp_path, capsys):
+def test_loss_and_accuracy_are_those_of_the_predictions_and_are_written_down(numbers, settings, tmp_path, capsys):
     got, model, idx, targets = numbers(**settings)
     predictions = model(idx)[0].log_softmax(dim=-1)  # gamma0 is no part of them
     loss = -predictions.gather(2, targets[..., None]).mean().item()
-    assert got['loss'] == pytest.approx(loss, rel=1e-4) and got['perplexity'] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert got['loss'] == pytest.approx(loss, rel=1e-4)
+    assert got['perplexity'] == pytest.approx(math.exp(loss), rel=1e-4)
     assert got['accuracy'] == pytest.approx((predictions.argmax(dim=2) == targets).double().mean().item())
     assert got['method'] == settings['method'] and got['step'] == 30 and got['rows'] == 8
     said = capsys.readouterr()
     assert f'{got["loss"]:.4f} nats per token\n' in said.out and got['unit of loss'] == 'nats per token'
-    assert said.err == f'{tmp_path}/run/ckpt.pt: {settings["method"]}, step 30, best validation loss {got["loss"]:.4f} nats per token\n'
+    assert said.err == f'{tmp_path}/run/ckpt.pt: {settings["method"]}, step 30, ' \
+                       f'best validation loss {got["loss"]:.4f} nats per token\n'
     drawn = settings['method'] == 'cyb' and importlib.util.find_spec('matplotlib') is not None
     assert (tmp_path / 'run' / 'eval.png').exists() == drawn
 
@@ -62,98 +68,147 @@ def test_prefixes_are_scored_one_by_one(numbers):
     assert got['loss by prefixes'] != pytest.approx(got['loss in one pass'], rel=1e-5)
 
 
-@torch.no_grad()
-def test_slots(numbers, monkeypatch):
-    monkeypatch.setattr(evaluation, 'CHUNK', 200)  # several chunks
+# --- the slots of Catch Your Breath ---
+
+def on_rows(rows=(), slow=()):
+    """What a measure of text is computed on; a token's text is its id."""
+    batches = SimpleNamespace(tokenizer=SimpleNamespace(decode=str))
+    return evaluation.On(list(rows), list(slow), batches, {}, 8, 0, 4)
+
+
+@pytest.fixture
+def three_slots(numbers, monkeypatch):
+    """What eval.py says of a model of three slots, and what it should be made of, per token and slot (N,3): t, d,
+    what the next slot gains, whether the likeliest token is right, Pr(the output happens there)."""
+    monkeypatch.setattr(core, 'chunks', lambda N, V: [slice(i, min(i + 50, N)) for i in range(0, N, 50)])
     monkeypatch.setattr(evaluation, 'NAMED', 3)
     got, model, idx, targets = numbers(method='cyb', W=3, omega='uniform')
-    x = model.every_slot(idx)
-    z, k = model.logits(x).double(), model.dont_know_logit(model.ln_f(x)).double()
-    t = z.softmax(-1).gather(3, targets[..., None, None].expand(-1, -1, 3, 1))[..., 0].flatten(0, 1)  # (N,W)
-    right = (z.argmax(-1) == targets[..., None]).flatten(0, 1).double()
-    d = torch.cat((z, k[..., None]), dim=-1).softmax(-1)[..., -1].flatten(0, 1)
+    with torch.no_grad():
+        x = model.every_slot(idx)
+        z, k = model.logits(x).double(), model.dont_know_logit(model.ln_f(x)).double()
+        loss = model(idx, targets)[1].item()
+    z, k, target = z.flatten(0, 1), k.flatten(0, 1), targets.flatten()  # (N,W,V), (N,W), (N,)
+    t = z.softmax(-1)[torch.arange(len(z)), :, target]
+    d = torch.cat((z, k[..., None]), dim=-1).softmax(-1)[..., -1]
     d1, d2 = d[:, 0], d[:, 1]
     stops = torch.stack((1 - d1, d1 * (1 - d2), d1 * d2), dim=1)
-    for i, row in enumerate(got['slots']):
+    return SimpleNamespace(got=got, idx=idx, loss=loss, t=t, d=d, gain=t[:, 1:] - t[:, :-1], stops=stops,
+                           taken=stops @ torch.arange(1.0, 4).double(),
+                           right=(z.argmax(-1) == target[:, None]).double())
+
+
+def test_each_slot_has_its_loss_accuracy_and_share_of_the_answers(three_slots):
+    s = three_slots
+    assert len(s.got['slots']) == 3
+    for i, row in enumerate(s.got['slots']):
         assert row['slot'] == i + 1
-        assert row['loss if forced'] == pytest.approx(-t[:, i].log().mean().item(), rel=1e-5)
-        assert row['accuracy if forced'] == pytest.approx(right[:, i].mean().item())
-        assert row['stops here'] == pytest.approx(stops[:, i].mean().item(), rel=1e-5)
-        assert row["P(don't know)"] == pytest.approx(d[:, i].mean().item(), rel=1e-5)
-        if i < 2:
-            gain = t[:, i + 1] - t[:, i]
-            assert row['gain of the next'] == pytest.approx(gain.mean().item(), rel=1e-4)
-            assert row['r(d, gain)'] == pytest.approx(torch.corrcoef(torch.stack((d[:, i], gain)))[0, 1].item(), rel=1e-3)
-            assert 0 <= row['p'] <= 1
-    assert got['loss at its own pace'] == pytest.approx(-(stops * t).sum(1).log().mean().item(), rel=1e-5)
-    assert got['perplexity at its own pace'] == pytest.approx(math.exp(got['loss at its own pace']), rel=1e-5)
-    assert got['accuracy at its own pace'] == pytest.approx((stops * right).sum(1).mean().item(), rel=1e-5)
-    assert got['slots per token'] == pytest.approx((stops @ torch.arange(1.0, 4).double()).mean().item(), rel=1e-5)
-    gain = t[:, 1:] - t[:, :-1]
-    within = [torch.cat([x[:, i] - x[:, i].mean() for i in range(2)]) for x in (d, gain)]
+        assert row['loss if forced'] == pytest.approx(-s.t[:, i].log().mean().item(), rel=1e-5)
+        assert row['accuracy if forced'] == pytest.approx(s.right[:, i].mean().item())
+        assert row['stops here'] == pytest.approx(s.stops[:, i].mean().item(), rel=1e-5)
+        assert row["P(don't know)"] == pytest.approx(s.d[:, i].mean().item(), rel=1e-5)
+
+
+def test_at_its_own_pace_the_model_alone_decides_when_to_stop(three_slots):
+    s, got = three_slots, three_slots.got
+    own = -(s.stops * s.t).sum(1).log().mean().item()
+    assert got['loss at its own pace'] == pytest.approx(own, rel=1e-5)
+    assert got['perplexity at its own pace'] == pytest.approx(math.exp(own), rel=1e-5)
+    assert got['accuracy at its own pace'] == pytest.approx((s.stops * s.right).sum(1).mean().item(), rel=1e-5)
+    assert got['slots per token'] == pytest.approx(s.taken.mean().item(), rel=1e-5)
+    # the loss is that of training, where the world stops too
+    assert got['loss'] == pytest.approx(s.loss, rel=1e-5) and abs(s.loss - own) > 1e-4
+
+
+def test_whether_the_model_pauses_where_that_helps_is_told_for_each_slot_and_within_slots(three_slots):
+    s = three_slots
+    for i, row in enumerate(s.got['slots'][:2]):
+        r = torch.corrcoef(torch.stack((s.d[:, i], s.gain[:, i])))[0, 1].item()
+        assert row['gain of the next'] == pytest.approx(s.gain[:, i].mean().item(), rel=1e-4)
+        assert row['r(d, gain)'] == pytest.approx(r, rel=1e-3) and 0 <= row['p'] <= 1
+    assert s.got['slots'][2]['gain of the next'] is None and s.got['slots'][2]['r(d, gain)'] is None
+    within = [torch.cat([x[:, i] - x[:, i].mean() for i in range(2)]) for x in (s.d, s.gain)]
     r = torch.corrcoef(torch.stack(within))[0, 1].item()
-    assert got['r(d, gain) within slots'] == pytest.approx(r, rel=1e-4)
+    assert s.got['r(d, gain) within slots'] == pytest.approx(r, rel=1e-4)
+
+
+def test_calibration_is_the_mean_gain_where_d_is_in_each_tenth(three_slots):
+    s = three_slots
     for i in range(2):
-        table, want = got[f'calibration of slot {i + 1}'], [(int(10 * x), x, g) for x, g in zip(d[:, i].tolist(), gain[:, i].tolist())]
-        for b, row in zip(sorted({b for b, _, _ in want}), table, strict=True):
-            x, g = (torch.tensor(v, dtype=torch.double) for v in zip(*[(x, g) for at, x, g in want if at == b]))
-            assert row['tokens'] == len(g) and row["P(don't know)"] == pytest.approx(x.mean().item(), rel=1e-4)
-            assert row['gain of the next'] == pytest.approx(g.mean().item(), rel=1e-3)
-            assert row['standard error'] == pytest.approx(g.std(correction=0).item() / len(g) ** 0.5, rel=2e-3, abs=1e-9)
-    assert len(got['calibration of slot 1']) > 1
-    taken = [row['slots taken'] for row in got['tokens that pause longest and shortest']]
-    assert taken == sorted(taken, reverse=True) and taken[0] > taken[-1]
-    mean = {int(v): (stops @ torch.arange(1.0, 4).double())[idx.flatten() == v].mean().item() for v in idx.unique()
-            if (idx == v).sum() >= 10}
-    assert taken[0] == pytest.approx(max(mean.values()), rel=1e-4)
-    assert taken[-1] == pytest.approx(min(mean.values()), rel=1e-4)
-    space = next(row for row in got['tokens that pause longest and shortest'] if row['token'] == "' '")
-    here = idx.flatten() == 1  # characters are sorted: newline, space, ...
-    assert space['seen'] == here.sum()
-    assert space['slots taken'] == pytest.approx((stops @ torch.arange(1.0, 4).double())[here].mean().item(), rel=1e-5)
+        rows = iter(s.got[f'calibration of slot {i + 1}'])
+        for tenth in range(10):
+            here = (s.d[:, i] * 10).long() == tenth
+            if here.any():
+                row, gain = next(rows), s.gain[here, i]
+                error = gain.std(correction=0).item() / len(gain) ** 0.5
+                assert row['tokens'] == len(gain)
+                assert row["P(don't know)"] == pytest.approx(s.d[here, i].mean().item(), rel=1e-4)
+                assert row['gain of the next'] == pytest.approx(gain.mean().item(), rel=1e-3)
+                assert row['standard error'] == pytest.approx(error, rel=2e-3, abs=1e-9)
+        assert not list(rows)
+    assert len(s.got['calibration of slot 1']) > 1
+
+
+def test_the_common_tokens_that_pause_longest_and_shortest_are_named(three_slots):
+    s = three_slots
+    common = [int(token) for token in s.idx.unique() if (s.idx == token).sum() >= 10]
+    mean = {token: s.taken[s.idx.flatten() == token].mean().item() for token in common}
+    table = s.got['tokens that pause longest and shortest']
+    told = [row['slots taken'] for row in table]
+    assert told == sorted(told, reverse=True) and told[0] > told[-1]
+    assert told[0] == pytest.approx(max(mean.values()), rel=1e-4)
+    assert told[-1] == pytest.approx(min(mean.values()), rel=1e-4)
+    space = next(row for row in table if row['token'] == "' '")
+    assert space['seen'] == (s.idx == 1).sum()  # characters are sorted: newline, space, ...
+    assert space['slots taken'] == pytest.approx(mean[1], rel=1e-5)
 
 
 def test_a_relation_within_slots_does_not_hide_behind_that_of_their_means(monkeypatch):
     spread = torch.randn(500).double() * 0.02
     d = torch.stack((0.8 + spread, 0.2 + spread, torch.full_like(spread, 0.5)), dim=1)
-    gain = torch.stack((0.1 + spread, 0.4 + spread), dim=1)  # in each slot more where d is more, yet more where d is low
+    # in each slot more where d is more, yet more in the slot where d is low
+    gain = torch.stack((0.1 + spread, 0.4 + spread), dim=1)
     log_t = torch.cat((torch.full((500, 1), 0.1), 0.1 + gain.cumsum(1)), dim=1).log()
     monkeypatch.setattr(evaluation, 'slot_numbers', lambda *batch: (log_t, -torch.logit(d), log_t < 0))
     model = CYB(CYBConfig(vocab_size=3, W=3))
-    got = evaluation.slots(model, [(torch.zeros(500, 1, dtype=torch.long), torch.zeros(500, 1))], [], None)
+    got = evaluation.slots(model, on_rows([(torch.zeros(500, 1, dtype=torch.long), torch.zeros(500, 1))]))
     assert [row['r(d, gain)'] for row in got['slots'][:2]] == pytest.approx([1, 1])
     assert got['r(d, gain) within slots'] == pytest.approx(1)
     assert evaluation.correlation(d[:, :2].flatten(), gain.flatten())[0] < -0.9
-    assert got['calibration of slot 1'][0]["P(don't know)"] > 0.7 and got['calibration of slot 2'][-1]["P(don't know)"] < 0.3
+    assert got['calibration of slot 1'][0]["P(don't know)"] > 0.7
+    assert got['calibration of slot 2'][-1]["P(don't know)"] < 0.3
 
 
 @torch.no_grad()
-def test_what_skipping_costs(numbers):
+def test_what_skipping_costs_is_the_loss_of_the_slots_that_answer(numbers):
     _, model, idx, targets = numbers(method='cyb', W=3)
     model.dont_know.bias += 4  # so that it pauses
     model.dont_know.weight *= 20
-    got = evaluation.skipping(model, [], [(idx[:4], targets[:4]), (idx[4:], targets[4:])], None)
+    got = evaluation.skipping(model, on_rows(slow=[(idx[:4], targets[:4]), (idx[4:], targets[4:])]))
     x = model.every_slot(idx)
     z, k = model.logits(x), model.dont_know_logit(model.ln_f(x))
     know = k <= z.logsumexp(-1)  # d <= 1/2
     know[..., -1] = True
     slot = know.long().argmax(dim=2)  # (B,T): the first slot that answers
     at_slot = z.log_softmax(-1).gather(2, slot[..., None, None].expand(-1, -1, 1, z.size(3)))[:, :, 0]
-    assert got['loss where d > 1/2'] == pytest.approx(-at_slot.gather(2, targets[..., None]).mean().item(), rel=1e-4)
+    loss = -at_slot.gather(2, targets[..., None]).mean().item()
+    assert got['loss where d > 1/2'] == pytest.approx(loss, rel=1e-4)
     assert got['slots where d > 1/2'] == pytest.approx((slot + 1.0).mean().item())
-    assert 1.01 < got['slots where d > 1/2'] < 2.99 and got['loss without unused pauses'] != got['loss where d > 1/2']
+    assert 1.01 < got['slots where d > 1/2'] < 2.99
+    assert got['loss without unused pauses'] != got['loss where d > 1/2']
 
 
 @pytest.mark.parametrize('script', [evaluation, sample])
 def test_a_training_config_or_a_folder_tells_where_the_run_is(run, dataset, tmp_path, capsys, script):
     run('run')
-    for name, lines in [('training', f"method = 'gpt'\ndataset = 'no such set'\nn_mem, n_blocks, seed = 3, 4, 5\nout_dir = '{tmp_path}/run'"),
-                        ('own', f"out_dir = '{tmp_path}/run'\nseed = 6"), ('elsewhere', "method = 'gpt'"),
-                        ('wrong', "outdir = 'x'")]:
+    run_here = f"out_dir = '{tmp_path}/run'"
+    for name, lines in [
+            ('training', f"method = 'gpt'\ndataset = 'no such set'\nn_mem, n_blocks, seed = 3, 4, 5\n{run_here}"),
+            ('own', f'{run_here}\nseed = 6'), ('elsewhere', "method = 'gpt'"), ('wrong', "outdir = 'x'")]:
         (tmp_path / f'{name}.py').write_text(lines + '\n', encoding='utf-8')
     where = f'{tmp_path}/run/ckpt.pt: gpt, step 4, best validation loss '
     own_seed = 1337
-    for arguments, seed in [(['training.py'], own_seed), (['own.py'], 6), ([f'--checkpoint={tmp_path}/run'], own_seed),
+    for arguments, seed in [(['training.py'], own_seed), (['own.py'], 6),
+                            ([f'--checkpoint={tmp_path}/run'], own_seed),
                             ([f'--out_dir={tmp_path}/run', 'elsewhere.py', '--seed=7'], 7)]:
         script.main([a if a.startswith('--') else f'{tmp_path}/{a}' for a in arguments] + ['--device=cpu'])
         assert capsys.readouterr().err.startswith(where) and script.seed == seed
@@ -171,7 +226,8 @@ def test_a_checkpoint_that_was_never_evaluated_says_so(run, tmp_path, capsys):
     assert capsys.readouterr().err == f'{tmp_path}/new.pt: gpt, step 4, not evaluated yet\n'
 
 
-@pytest.mark.parametrize('method, bars', [('thoughtbubbles', ['losses', 'prefixes']), ('cyb', ['losses', 'slots', 'skipping'])])
+@pytest.mark.parametrize('method, bars', [('thoughtbubbles', ['losses', 'prefixes']),
+                                          ('cyb', ['losses', 'slots', 'skipping'])])
 def test_progress_is_shown_on_a_terminal(run, tmp_path, monkeypatch, method, bars):
     class Terminal(io.StringIO):
         def isatty(self):
@@ -193,7 +249,7 @@ def test_no_script_is_run_for_a_data_set_that_a_checkpoint_names(run, dataset, t
     assert not mark.exists()
 
 
-def test_correlation():
+def test_p_is_how_often_shuffled_numbers_correlate_as_much():
     x = torch.randn(400, dtype=torch.double)
     y = 0.05 * x + torch.randn(400, dtype=torch.double)
     r, p = evaluation.correlation(x, y)
@@ -202,7 +258,7 @@ def test_correlation():
     assert evaluation.correlation(torch.ones(9), y[:9]) == (None, None)
 
 
-def test_wrong_inputs(run, dataset, tmp_path):
+def test_wrong_inputs_are_named(run, dataset, tmp_path):
     run('run')
     with pytest.raises(UserError, match='tokenizer'):
         other = tmp_path / 'other'
@@ -212,7 +268,8 @@ def test_wrong_inputs(run, dataset, tmp_path):
     with pytest.raises(UserError, match='nowhere'):
         evaluation.main([f'--out_dir={tmp_path}/nowhere'])
     for wrong, message in [('--threads=-1', 'threads = -1'), (f'--seed={10 ** 20}', f'seed = {10 ** 20}'),
-                           ('--threads=100000', 'threads = 100000'), ('--n_mem=2', 'is a gpt model'), ('--beside=x', 'is a gpt model')]:
+                           ('--threads=100000', 'threads = 100000'), ('--n_mem=2', 'is a gpt model'),
+                           ('--beside=x', 'is a gpt model')]:
         with pytest.raises(UserError, match=message):
             evaluation.main([f'--out_dir={tmp_path}/run', wrong])
     with pytest.raises(UserError, match='threads = 100000'):

@@ -76,11 +76,9 @@ def test_an_answer_with_what_is_no_text_is_wrong():
     says = {'a': [*tokenizer.encode('7'), m, *tokenizer.encode('2'), end], 'b': tokenizer.encode('72.00001'),
             'c': [*tokenizer.encode('7'), 128, *tokenizer.encode('2')]}
 
-    class Model:
-        def answers(self, questions, **how):
-            return [[([says[name] for name in 'abc'], None)]]
     asked = [records.Record(f'{n}?', ['1'], '72', 'here') for n in range(3)]
-    assert records.score(Model(), tokenizer, asked).tolist() == [[False], [True], [False]]
+    right = records.score(lambda questions: [[([says[name] for name in 'abc'], None)]], tokenizer, asked)
+    assert right.tolist() == [[False], [True], [False]]
 
 
 def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
@@ -114,8 +112,6 @@ def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
     for steps, shares in [(4, [1, 0, 0, 0]), (5, [0.6, 0.4, 0, 0]), (6, [0.6, 0.2, 0.2, 0])]:
         assert [zero_steps[steps, n] / lengths[steps] for n in range(4)] == pytest.approx(shares, abs=0.03)
     assert len({re.sub(r'\d', '', question) for question in questions['test']}) > 100  # templates, names and things
-    with pytest.raises(UserError, match='takes no arguments'):
-        prepare('gsm_toy', '--x')
 
 
 GSM8K = [{'question': 'A robe takes 2 bolts.', 'answer': 'It takes 2/2=<<2/2=1>>1 bolt\nSo 2+1=<<2+1=3>>3 bolts\n#### 3'},
@@ -137,37 +133,10 @@ def test_gsm8k_marks_become_steps(prepare, tmp_path):
                         'test: the answer is no number': 1, 'train: the question is empty': 2,
                         'test: the question is empty': 1}
     assert tokenizer == {'kind': 'gpt2'}
-    with pytest.raises(UserError, match='val_rows = 6'):
-        prepare('gsm8k', f'--input={tmp_path}', '--val_rows=6')
-    write_file(str(tmp_path / 'train.jsonl'), '{"question": "a"}\n')
-    with pytest.raises(UserError, match='train.jsonl line 1: answer = None'):
-        prepare('gsm8k', f'--input={tmp_path}')
-    write_file(str(tmp_path / 'train.jsonl'), '{}\n{"question"\n')
-    with pytest.raises(UserError, match='line 1: question = None'):
-        prepare('gsm8k', f'--input={tmp_path}')
-    with pytest.raises(UserError, match='nowhere/train.jsonl is not there'):
-        prepare('gsm8k', f'--input={tmp_path / "nowhere"}')
 
 
 USABLE = json.dumps(GSM8K[0])
 MARKED = json.dumps({'question': 'Broken?', 'answer': '<<<1+1=2>>>\n#### 2'})
-
-
-@pytest.mark.parametrize('train, test, message', [
-    ('', USABLE, 'train.jsonl holds no record$'), ('\n \n', USABLE, 'train.jsonl holds no record$'),
-    (USABLE, '', 'test.jsonl holds no record$'),
-    (USABLE, USABLE, 'train.jsonl holds one record .*: train and val need one each'),
-    (f'{USABLE}\n' * 3, USABLE, 'val_rows = 500: must be at least 1 and less than the 3 rows of train.jsonl'),
-    (MARKED, USABLE, r'train.jsonl holds no record that can be used \(train: a mark << >> is broken\)'),
-    (f'{USABLE}\n\n\n{{"question"', USABLE, 'train.jsonl line 4 is no JSON'),
-    ('\ufeff\ufeff' + USABLE, USABLE, 'train.jsonl line 1 is no JSON'),
-    ('[' * 10 ** 5, USABLE, 'line 1 is no JSON')])
-def test_too_few_gsm8k_rows_are_named(train, test, message, prepare, tmp_path):
-    for split, text in (('train', train), ('test', test)):
-        (tmp_path / f'{split}.jsonl').write_text(text, encoding='utf-8')
-    with pytest.raises(UserError, match=message) as e:
-        prepare('gsm8k', f'--input={tmp_path}')
-    assert '\n' not in str(e.value)
 
 
 def test_gsm8k_with_blank_lines_broken_marks_and_the_mark_before_utf8(prepare, tmp_path):
@@ -188,13 +157,6 @@ def test_a_download_that_breaks_off_is_named(prepare, monkeypatch):
         prepare('gsm8k')
 
 
-def test_half_a_character_is_no_text(tmp_path):
-    half = '\ud800'  # JSON can write it
-    with pytest.raises(UserError, match='file: train, question .* is no text'):
-        records.write_record_dataset(str(tmp_path), {'train': [(half, ['1'], '1')]},
-                                     {'kind': 'char', 'chars': ['1', '\n', half]}, 'file')
-
-
 def test_gsm8k_aug_as_text_and_as_json(prepare, tmp_path):
     lines = ['How much?||<<16-3-4=9>> <<9*2=18>> #### 18', 'Cost?||<<600*30/100=180>> #### 1,180', 'None?|| #### 6']
     for split in ('train', 'valid', 'test'):
@@ -210,12 +172,6 @@ def test_gsm8k_aug_as_text_and_as_json(prepare, tmp_path):
     assert splits['train'] == right == splits['val']
     write_file(str(tmp_path / 'train.json'), json.dumps([{**e, 'steps': [s.strip('<>') for s in e['steps']]} for e in entries]))
     assert prepare('gsm8k_aug', f'--input={tmp_path}')[0]['train'] == right
-    write_file(str(tmp_path / 'train.json'), json.dumps([*entries, 5]))
-    with pytest.raises(UserError, match="train.json entry 3 is '5', not an object"):
-        prepare('gsm8k_aug', f'--input={tmp_path}')
-    write_file(str(tmp_path / 'train.json'), '[' * 10 ** 5)
-    with pytest.raises(UserError, match='train.json is no JSON'):
-        prepare('gsm8k_aug', f'--input={tmp_path}')
     os.remove(tmp_path / 'train.json')
     os.remove(tmp_path / 'train.txt')
     os.remove(tmp_path / 'valid.json')
@@ -226,14 +182,6 @@ def test_gsm8k_aug_as_text_and_as_json(prepare, tmp_path):
         write_file(str(tmp_path / 'valid.txt'), '\n\n'.join(lines[:1] * n))
         splits = prepare('gsm8k_aug', f'--input={tmp_path}')[0]
         assert [len(splits[split]) for split in ('train', 'val')] == [n - 1, 1]
-    for content, message in [(lines[0], 'valid holds one record .*: train and val need one each'),
-                             ('', 'valid.txt holds no record')]:
-        write_file(str(tmp_path / 'valid.txt'), content)
-        with pytest.raises(UserError, match=message):
-            prepare('gsm8k_aug', f'--input={tmp_path}')
-    write_file(str(tmp_path / 'valid.txt'), lines[0] + '\nno bars #### 3\n')
-    with pytest.raises(UserError, match="valid.txt line 2: 'no bars #### 3' is not of the form"):
-        prepare('gsm8k_aug', f'--input={tmp_path}')
 
 
 def test_the_last_bars_before_the_first_mark_separate(prepare, tmp_path):
@@ -270,10 +218,3 @@ def test_a_record_data_set_is_written_whole_and_read_back(tmp_path, capsys):
     with pytest.raises(UserError, match="no 'x'"):
         records.write_record_dataset(str(tmp_path), {'train': [('x', ['1'], '1')]}, spec, 'a test')
     assert data.read_meta(str(tmp_path)) == meta  # what was there is untouched
-    with pytest.raises(UserError, match='no row for val'):
-        records.write_record_dataset(str(tmp_path), {'train': rows, 'val': []}, spec, 'a test')
-    write_file(str(tmp_path / 'train.jsonl'), '')
-    with pytest.raises(UserError, match='holds no record'):
-        records.read_records(str(tmp_path / 'train.jsonl'))
-    with pytest.raises(UserError, match='nothing.jsonl is missing'):
-        records.read_records(str(tmp_path / 'nothing.jsonl'))

@@ -11,30 +11,24 @@ from fnmatch import fnmatch
 import pytest
 import torch.nn as nn
 
-import data
 import eval as evaluation
 import sample
 import train
 from config import UserError, class_settings
 from config.checkpoint import load_checkpoint
-from data.records import RecordBatches
-from test_ddp import free_port, torchrun
-from test_rim import ROWS, write_records
-from test_train import read_log
-from data.text import write_text_dataset
+from conftest import ROWS, arguments, free_port, read_log, torchrun, without_reports, write_records, write_text
+from data.text import TextBatches
 
 TEXT = ''.join(f'{a}+{b}={a + b}\n' for a in range(30) for b in range(12))
 VOCABULARY = 18  # of the records; as a second value it pads that of the text
 SETTINGS = {method: class_settings(config_class) for method, (config_class, *_) in train.METHODS.items()}
 # where they differ from the defaults, so that a run takes a moment
-TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=28, fork_layers=(0, 1), n_blocks=2, stage2_iters=2,
-            coconut_stages=2)
+TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=28, fork_layers=(0, 1), n_blocks=2, stage2_iters=2)
 # second values of settings for which the next number does not do, and those that a comment does not list
 SECOND = dict(vocab_size=[VOCABULARY], n_head=[4], n_embd=[24], fork_layers=[(1,)], kappa=[1.5],
               omega=[(0.25, 0.75)], epochs=[0.3], stage2_epochs=[0.4], max_steps=[2])
 # what a setting needs beside it to make a difference
 NEEDS = {**dict.fromkeys('anneal stage2_learning_rate stage2_dropout stage2_epochs'.split(), {'train_on': 'rim'}),
-         **dict.fromkeys('coconut_stages thoughts_per_stage'.split(), {'train_on': 'coconut'}),
          'stage2_iters': {'train_on': 'rim', 'stage2_epochs': 0.0}, 'd_init': {'objective': 'cyb'},
          'rope_base': {'learned_positions': False}}
 # weights that do not start as GPT-2's: pattern of the name, (mean, std) from the config and the weight's shape
@@ -91,41 +85,37 @@ def packed(method):
 def train_on_two_processes(folder, cases):
     """Makes data sets and, for each case (method, settings), a run of two steps a stage in folder/two<its number>,
     all by one pair of processes; jobs.json keeps the command lines."""
-    (folder / 'text').mkdir()
-    write_text_dataset(str(folder / 'text'), TEXT, {'kind': 'char', 'chars': sorted(set(TEXT))}, 'a test')
+    write_text(folder / 'text', TEXT)
     write_records(folder / 'records')
     jobs = []
     for i, (method, case) in enumerate(cases):
-        kind = 'records' if issubclass(train.METHODS[method][2], RecordBatches) else 'text'
-        run = dict(method=method, dataset=folder / kind, out_dir=folder / f'two{i}', device='cpu', threads=1,
-                   batch_size=2, grad_accum=2, max_iters=2, warmup_iters=0, eval_interval=9, eval_rows=4,
-                   log_interval=1)
-        settings = {**run, **tiny(method, case)}
-        jobs.append(([f'--{name}={value}' for name, value in settings.items()], free_port()))
+        kind = 'text' if issubclass(train.METHODS[method][2], TextBatches) else 'records'
+        run = dict(method=method, dataset=folder / kind, out_dir=folder / f'two{i}', threads=1, batch_size=2,
+                   grad_accum=2, max_iters=2, warmup_iters=0, eval_interval=9, eval_rows=4)
+        jobs.append((arguments(**{**run, **tiny(method, case)}), free_port(), False))
     (folder / 'jobs.json').write_text(json.dumps(jobs), encoding='utf-8')
-    status, output = torchrun(2, 'tests/ddp_driver.py', str(folder / 'jobs.json'), 'unreported', timeout=3600)
+    status, output = torchrun(2, 'tests/ddp_driver.py', str(folder / 'jobs.json'), timeout=3600)
     begun = sum((folder / f'two{i}').exists() for i in range(len(cases)))
     assert status == 0, f'two processes came to {cases[begun - 1]}\n{output[-4000:]}'
 
 
-def check(folder, i, monkeypatch):
+def check(folder, i):
     """Case number i on one process, stopped by a signal in its first step and resumed, equals that on two; what it
     leaves is evaluated and sampled. Returns its losses."""
-    (arguments, _), out = json.loads((folder / 'jobs.json').read_text('utf-8'))[i], folder / f'one{i}'
+    command, out = json.loads((folder / 'jobs.json').read_text('utf-8'))[i][0], folder / f'one{i}'
     two = load_checkpoint(str(folder / f'two{i}' / 'ckpt.pt'))
     config_class, model_class, batch_class = train.METHODS[two['method']]
     draw = batch_class.train_batch
 
-    def train_batch(self, step, rows):
-        if step == 0:
+    def train_batch(self, stage, it, rows):
+        if it == 0:
             signal.raise_signal(signal.SIGTERM)
-        return draw(self, step, rows)
-    monkeypatch.setattr(batch_class, 'train_batch', train_batch)
-    monkeypatch.setattr(batch_class, 'report', lambda self, model: '')  # takes longer than the run
-    train.main([*arguments, f'--out_dir={out}'])
-    assert read_log(out)[-1]['iter'] == 1
-    train.main([*arguments, f'--out_dir={out}', '--init_from=resume'])
-    monkeypatch.undo()
+        return draw(self, stage, it, rows)
+    with without_reports() as patch:
+        patch.setattr(batch_class, 'train_batch', train_batch)
+        train.main([*command, f'--out_dir={out}'])
+        assert read_log(out)[-1]['iter'] == 1
+        train.main([*command, f'--out_dir={out}', '--init_from=resume'])
 
     one = load_checkpoint(str(out / 'ckpt.pt'))
     assert one['step'] == two['step'] == one['total_iters']
@@ -168,9 +158,9 @@ def test_weights_start_as_gpt2s(method):
             assert found == pytest.approx(std, abs=1e-7, rel=5 / math.sqrt(2 * n)), (name, case)
 
 
-def test_every_method_trains_resumes_evaluates_and_samples_with_every_setting(tmp_path, monkeypatch):
+def test_every_method_trains_resumes_evaluates_and_samples_with_every_setting(tmp_path):
     cases = [(method, case) for method in train.METHODS for case in packed(method)]
     train_on_two_processes(tmp_path, cases)
     for i, case in enumerate(cases):
         print('case', case)
-        check(tmp_path, i, monkeypatch)
+        check(tmp_path, i)

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import reference
 from config import UserError
 from model import GPT, GPTConfig, left_pad
-from test_model import explicit_attention
-from thoughtbubbles import PAD, Thoughtbubbles, ThoughtbubblesConfig, select, stream_positions
+from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig, alive, select, stream_positions
 
 SIZE = dict(vocab_size=11, block_size=16, n_layer=3, n_head=2, n_embd=16)
 MERGES = ['probs', 'residual', 'rightmost']
@@ -25,54 +25,6 @@ def bubbles(seed=0, **settings):
     return model
 
 
-def reference(model, tokens, detach=()):
-    """Predictions (T,V) as log-probabilities. `detach` names the uses of the scores that get no gradient."""
-    c, T = model.config, len(tokens)
-
-    def p(log_p, use):
-        return (log_p.detach() if use in detach else log_p)
-    streams = [(model.wte.weight[t], torch.zeros(()).double(), i) for i, t in enumerate(tokens) for _ in range(c.copies)]
-    for layer, block in enumerate(model.layers):
-        if layer in c.fork_layers:
-            fork, candidates = model.forks[str(layer)], []
-            for i, (x, log_p, src) in enumerate(streams):
-                z = fork.score.weight @ F.layer_norm(x, x.shape, fork.ln.weight)
-                z = z + torch.tensor([0, c.keep_bias])
-                a_fork, a_keep = torch.clamp(-torch.log(1 + torch.exp(-z)), min=-20)
-                forced = i + 1 == len(streams) or streams[i + 1][2] != src
-                candidates += [(x + fork.embedding, log_p + a_fork, src, False), (x, log_p + a_keep, src, forced)]
-            ranking = sorted(range(len(candidates)), key=lambda i: (not candidates[i][3], -candidates[i][1].item()))
-            kept = sorted(ranking[:min(math.ceil(c.kappa * T), 2 * len(streams))])
-            streams = [candidates[i][:3] for i in kept]
-        log_p = torch.stack([s[1] for s in streams])
-        positions = []
-        for i, (_, _, src) in enumerate(streams):
-            mine = [j for j, s in enumerate(streams) if s[2] == src]
-            positions.append(src - 1 + (mine.index(i) + 1) / len(mine))
-        h = torch.stack([F.layer_norm(s[0], s[0].shape, block.ln_1.weight) for s in streams])
-        visible = torch.ones(len(streams), len(streams)).tril().bool()
-        on = float(c.attenuate_attention)
-        update = explicit_attention(block.attn, h, positions, visible, on * p(log_p, 'logits'), on * p(log_p, 'values'))
-        xs = [s[0] + p(s[1], 'attention update').exp() * u for s, u in zip(streams, update)]
-        xs = [x + p(s[1], 'mlp update').exp() * block.mlp(F.layer_norm(x, x.shape, block.ln_2.weight))
-              for x, s in zip(xs, streams)]
-        streams = [(x, s[1], s[2]) for x, s in zip(xs, streams)]
-
-    def decode(x):
-        return (model.lm_head.weight @ F.layer_norm(x, x.shape, model.ln_f.weight)).softmax(0)
-    out = []
-    for token in range(T):
-        xs = torch.stack([s[0] for s in streams if s[2] == token])
-        ps = p(torch.stack([s[1] for s in streams if s[2] == token]), 'merge').exp()
-        if c.merge == 'probs':
-            out.append(sum(w * decode(x) for w, x in zip(ps / ps.sum(), xs)))
-        elif c.merge == 'residual':
-            out.append(decode((ps[:, None] * xs).sum(0)))
-        else:
-            out.append(decode(xs[-1]))
-    return torch.stack(out).log()
-
-
 def log_probs(model, idx, **kw):
     return model(idx, **kw)[0].log_softmax(-1)  # merge='probs' gives log-probabilities: unchanged
 
@@ -80,16 +32,17 @@ def log_probs(model, idx, **kw):
 # --- the definition ---
 
 @pytest.mark.parametrize('settings', [
-    *(dict(merge=merge) for merge in MERGES), dict(fork_layers=(0, 1, 2), kappa=4.0), dict(kappa=1.0, merge='residual'),
-    dict(attenuate_attention=False), dict(keep_bias=1.5), dict(fork_layers=(), copies=2, merge='rightmost'),
+    *(dict(merge=merge) for merge in MERGES), dict(fork_layers=(0, 1, 2), kappa=4.0),
+    dict(kappa=1.0, merge='residual'), dict(attenuate_attention=False), dict(keep_bias=1.5),
+    dict(fork_layers=(), copies=2, merge='rightmost'),
     dict(fork_layers=(1,), copies=2)], ids=str)
 def test_model_equals_the_plain_rendering(settings):
     model = bubbles(**settings)
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
     predicted = log_probs(model, torch.tensor([tokens]))[0]
-    assert (predicted - reference(model, tokens)).abs().max() < 1e-9
+    assert (predicted - reference.thoughtbubbles(model, tokens)).abs().max() < 1e-9
     loss = model(torch.tensor([tokens[:-1]]), torch.tensor([tokens[1:]]))[1]
-    expected = F.nll_loss(reference(model, tokens[:-1]), torch.tensor(tokens[1:]))
+    expected = F.nll_loss(reference.thoughtbubbles(model, tokens[:-1]), torch.tensor(tokens[1:]))
     assert abs(loss - expected) < 1e-9
 
 
@@ -113,7 +66,7 @@ def test_extreme_scores_keep_order_and_stay_finite():
     log_p, src = torch.zeros(1, 3), torch.arange(3)[None]
     scores = torch.tensor([[[1e4, -1e4], [-1e4, -1e4], [0.0, 1e4]]], requires_grad=True)
     parent, is_fork, out = select(log_p, src, scores, 4)
-    # originals are forced whatever their score, which stays the learned one; the one free place goes to the best copy
+    # originals are forced whatever their score, which stays the learned one; the best copy gets the one free place
     assert parent[0].tolist() == [0, 0, 1, 2] and is_fork[0].tolist() == [True, False, False, False]
     assert out[0].tolist() == [0.0, -20.0, -20.0, 0.0]
     out.sum().backward()
@@ -151,13 +104,13 @@ USES = ['logits', 'values', 'attention update', 'mlp update', 'merge']
 
 @pytest.mark.parametrize('merge', ['probs', 'residual'])
 def test_scores_learn_through_each_use(merge):
-    """With one fork step the gradient of the scores is the sum of five parts, one for each use; none is missing."""
+    """With one fork step the gradient of the scores is the sum of five parts, one for each use."""
     model = bubbles(fork_layers=(1,), merge=merge)
     tokens, target = [3, 1, 4, 1, 5, 9], torch.tensor([1, 4, 1, 5, 9, 2])
     weight = model.forks['1'].score.weight
     parts = []
     for use in USES:
-        loss = F.nll_loss(reference(model, tokens, detach=[u for u in USES if u != use]), target)
+        loss = F.nll_loss(reference.thoughtbubbles(model, tokens, detach=[u for u in USES if u != use]), target)
         parts.append(torch.autograd.grad(loss, weight)[0])
     full = torch.autograd.grad(model(torch.tensor([tokens]), target[None])[1], weight)[0]
     assert (sum(parts) - full).abs().max() < 1e-9
@@ -218,18 +171,17 @@ def test_padding_takes_nothing_from_the_budget():
     model = bubbles(kappa=1.5)
     idx, pad = left_pad([list(range(4)), list(range(10))], 'cpu')
     _, log_p, src = model.streams(idx, pad)
-    alive = log_p > PAD / 2
-    assert alive.sum(1).tolist() == [6, 15]  # ceil(1.5 T)
-    assert not alive[0][src[0] < 6].any()
+    assert alive(log_p).sum(1).tolist() == [6, 15]  # ceil(1.5 T)
+    assert not alive(log_p)[0][src[0] < 6].any()
 
 
-@pytest.mark.parametrize('settings', [dict(kappa=k, fork_layers=f) for k in (1, 1.1, 2, 3.7) for f in ((0,), (0, 1, 2))], ids=str)
-def test_budget_order_and_originals(settings):
-    settings = {**settings, 'kappa': float(settings['kappa'])}
+@pytest.mark.parametrize('kappa', [1.0, 1.1, 2.0, 3.7])
+@pytest.mark.parametrize('fork_layers', [(0,), (0, 1, 2)])
+def test_the_budget_is_used_up_streams_stay_in_order_and_originals_stay(kappa, fork_layers):
     for random in (False, True):
-        model = bubbles(random_forks=random, **settings)
+        model = bubbles(random_forks=random, kappa=kappa, fork_layers=fork_layers)
         _, log_p, src = model.streams(torch.randint(11, (3, 10)))
-        wanted = min(math.ceil(round(settings['kappa'] * 10, 6)), 10 * 2 ** len(settings['fork_layers']))
+        wanted = min(math.ceil(round(kappa * 10, 6)), 10 * 2 ** len(fork_layers))
         assert src.shape == (3, wanted) and (src.diff(dim=1) >= 0).all() and (log_p <= 0).all()
         assert all(set(row.tolist()) == set(range(10)) for row in src)  # every token keeps a stream
 
@@ -243,7 +195,7 @@ def test_random_forks_are_drawn_anew_and_ignore_the_scores():
     assert (winners - 0.25).abs().max() < 0.05
 
 
-def test_initial_scores_and_embeddings():
+def test_initial_scores_are_small_and_fork_embeddings_of_length_one():
     fork = Thoughtbubbles(ThoughtbubblesConfig(**{**SIZE, 'n_embd': 512})).forks['1']
     assert fork.score.weight.detach().std() == pytest.approx(0.02, rel=0.1)
     assert fork.embedding.detach().std() == pytest.approx(512 ** -0.5, rel=0.1)
@@ -280,20 +232,14 @@ def test_generation_rereads_the_text_under_its_present_budget(merge):
     assert together == [model.complete([p], 30, temperature=0)[0] for p in prompts]
 
 
-def test_effort_counts_the_streams_of_each_token():
+def test_spent_are_the_streams_that_each_token_holds():
     model = bubbles(kappa=1.5)
     prompts, new = [[1, 2, 3, 4], list(range(10))], [[5, 6], list(range(10))]
-    held = model.effort(prompts, new)
+    unit, held = model.spent(prompts, new)
+    assert unit == 'streams'
     assert len(held[0]) == 6 and sum(held[0]) == 9 and min(held[0]) >= 1
     assert held[1][:4] == [None] * 4 and sum(held[1][4:]) == 24
-
-
-def test_dropout_is_off_in_eval():
-    model = bubbles(dropout=0.5)
-    idx = torch.randint(11, (2, 9))
-    assert (log_probs(model, idx) - log_probs(model, idx)).abs().max() > 1e-3
-    model.eval()
-    assert (log_probs(model, idx) - log_probs(model, idx)).abs().max() == 0
+    assert bubbles(fork_layers=()).spent(prompts, new) is None  # a plain GPT has nothing to show
 
 
 def test_flops_follow_the_streams():
@@ -305,9 +251,11 @@ def test_flops_follow_the_streams():
 
 
 @pytest.mark.parametrize('settings, named', [
-    (dict(fork_layers=(1, 3)), 'fork_layers = .*3 is no block of n_layer = 3'), (dict(fork_layers=(1.5,)), 'fork_layers'),
-    (dict(fork_layers=(1, 1)), 'once'), (dict(kappa=0.5), 'kappa = 0.5'), (dict(kappa=math.nan), 'kappa = nan'),
-    (dict(merge='mean'), "merge = 'mean'"), (dict(keep_bias=math.inf), 'keep_bias = inf'), (dict(kappa=1e308), 'kappa'), (dict(copies=0), 'copies = 0')])
+    (dict(fork_layers=(1, 3)), 'fork_layers = .*3 is not a block of n_layer = 3'),
+    (dict(fork_layers=(1.5,)), 'fork_layers'), (dict(fork_layers=(1, 1)), 'once'),
+    (dict(kappa=0.5), 'kappa = 0.5'), (dict(kappa=math.nan), 'kappa = nan'),
+    (dict(merge='mean'), "merge = 'mean'"), (dict(keep_bias=math.inf), 'keep_bias = inf'),
+    (dict(kappa=1e308), 'kappa'), (dict(copies=0), 'copies = 0')])
 def test_impossible_settings_are_named(settings, named):
     with pytest.raises(UserError, match=named):
         bubbles(**settings)

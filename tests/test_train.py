@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -17,17 +16,9 @@ import sample
 import train
 from config import UserError
 from config.checkpoint import load_checkpoint
+from conftest import METHOD_SETTINGS, ROOT, read_log, write_text
+from data.text import TextBatches
 from model import GPT, GPTConfig
-from data.text import TextBatches, write_text_dataset
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-METHOD_SETTINGS = [dict(method='gpt'), dict(method='thoughtbubbles', fork_layers='1,2'), dict(method='cyb', W=2)]
-
-
-def read_log(folder):
-    with open(os.path.join(folder, 'log.jsonl'), encoding='utf-8') as f:
-        return [json.loads(line) for line in f]  # a broken line would raise
-
 
 def without_speed(log):
     return [{k: v for k, v in entry.items() if k not in ('tokens_per_s', 'save_s')} for entry in log]
@@ -39,16 +30,16 @@ def interrupt(monkeypatch):
     draw = TextBatches.train_batch
 
     def at(step):
-        def train_batch(self, now, rows):
-            if now == step:
+        def train_batch(self, stage, it, rows):
+            if it == step:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return draw(self, now, rows)
+            return draw(self, stage, it, rows)
         monkeypatch.setattr(TextBatches, 'train_batch', train_batch)
     return at
 
 
 def test_a_run_leaves_checkpoints_a_log_and_a_sample(run, tmp_path, capsys):
-    checkpoint = run(method='thoughtbubbles', max_iters=5)
+    checkpoint = run(method='thoughtbubbles', max_iters=5, report=True)
     assert checkpoint['step'] == 5 and checkpoint['method'] == 'thoughtbubbles'
     assert sorted(os.listdir(tmp_path / 'run')) == ['.lock', 'best.pt', 'ckpt.pt', 'log.jsonl']
     log = read_log(tmp_path / 'run')
@@ -120,22 +111,16 @@ def test_a_run_can_start_from_another_checkpoint(run, tmp_path, capsys):
     assert all(torch.equal(weight, second['model'][name]) for name, weight in first['model'].items())
 
 
-def test_starting_from_another_shape_or_tokenizer(run, tmp_path, dataset):
+def test_the_shape_of_the_weights_comes_with_the_start(run, tmp_path, dataset, capsys):
     run('first', n_layer=2, n_embd=32, method='thoughtbubbles', fork_layers='1', kappa=3)
     start = str(tmp_path / 'first' / 'ckpt.pt')
-
-    def go_on(*settings):
-        train.main([f'--dataset={dataset}', f'--init_from={start}', f'--out_dir={tmp_path / "second"}', '--method=thoughtbubbles',
-                    '--max_iters=0', '--overwrite', '--device=cpu', *settings])
-        return load_checkpoint(str(tmp_path / 'second' / 'ckpt.pt'))['model_config']
-    config = go_on('--dropout=0.1')
-    assert (config['n_layer'], config['n_embd'], config['kappa'], config['dropout']) == (2, 32, 3.0, 0.1)
-    for setting in ('--n_head=4', '--rope_base=500', '--tie_weights=False'):
-        with pytest.raises(UserError, match=f'{setting[2:].split("=")[0]} = .*leave it out'):
-            go_on(setting)
-    write_text_dataset(dataset, 'another text ' * 300, {'kind': 'char', 'chars': sorted(set('another text '))}, 'another')
-    with pytest.raises(UserError, match='another tokenizer'):
-        go_on()
+    train.main([f'--dataset={dataset}', f'--init_from={start}', f'--out_dir={tmp_path / "second"}', '--method=thoughtbubbles',
+                '--max_iters=0', '--device=cpu', '--dropout=0.1'])
+    config = load_checkpoint(str(tmp_path / 'second' / 'ckpt.pt'))['model_config']
+    assert (config['n_layer'], config['n_embd'], config['fork_layers'], config['block_size']) == (2, 32, (1,), 16)
+    assert (config['kappa'], config['dropout']) == (2.0, 0.1)  # what the run does with them is its own
+    out = capsys.readouterr().out
+    assert 'settings that come with the start: ' in out and 'other than there: dropout = 0.1 (was 0.0), kappa = 2.0 (was 3.0)' in out
 
 
 def test_learning_rate_warms_up_and_follows_a_cosine(run, tmp_path):
@@ -153,9 +138,9 @@ def test_a_step_is_adamw_with_clipped_gradients(run, tmp_path, dataset):
     torch.manual_seed(1337)
     config = GPTConfig(**load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))['model_config'])
     model, state = GPT(config), {}
-    source = TextBatches(dataset, data.read_meta(dataset), config, 1337, 8)
+    source = TextBatches(dataset, data.read_meta(dataset), config, 1337, 8, 4)
     for t, lr in ((1, 0.005), (2, 0.01)):  # warming up
-        gradients = torch.autograd.grad(model(*source.train_batch(t - 1, [0, 1, 2, 3]))[1], list(model.parameters()))
+        gradients = torch.autograd.grad(model(*source.train_batch(None, t - 1, [0, 1, 2, 3]))[1], list(model.parameters()))
         norm = torch.cat([g.flatten() for g in gradients]).norm()
         assert norm > 0.05
         for p, g in zip(model.parameters(), gradients):
@@ -192,36 +177,14 @@ def test_divergence_stops_before_a_checkpoint(run, tmp_path, monkeypatch):
     forward, calls = train.GPT.forward, []
 
     def explode_in_the_third_step(self, idx, targets=None, pad=None):
-        logits, loss = forward(self, idx, targets, pad)
+        _, loss = forward(self, idx, targets, pad)
         calls.extend([1] * self.training)
-        return logits, loss * math.inf if self.training and len(calls) == 3 else loss
+        return None, loss * math.inf if self.training and len(calls) == 3 else loss
     monkeypatch.setattr(train.GPT, 'forward', explode_in_the_third_step)
     with pytest.raises(UserError, match='step 2: loss inf.*diverged'):
         run(eval_interval=1)
     saved = load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))
     assert saved['step'] == 2 and all(weight.isfinite().all() for weight in saved['model'].values())
-
-
-# --- wrong inputs: one line that names setting or file, the value and the way out ---
-
-@pytest.mark.parametrize('settings, message', [
-    (dict(batch_size=0), 'batch_size = 0'), (dict(learning_rate=-1), 'learning_rate = -1'),
-    (dict(block_size=400), 'fewer than block_size'), (dict(n_embd=15), 'n_embd = 15 is not divisible by n_head = 2'),
-    (dict(method='thoughtbubbles', fork_layers='1,3'), '3 is no block of n_layer = 3'),
-    (dict(method='thoughtbubbles', kappa=0.5), 'kappa = 0.5'), (dict(vocab_size=5), 'vocab_size = 5'),
-    (dict(dataset='no_such_set'), "dataset = 'no_such_set'"), (dict(device='tpu'), "device = 'tpu'"),
-    (dict(device='cuda:99'), "device = 'cuda:99' is absent"), (dict(dtype='int8'), "dtype = 'int8'"),
-    (dict(compile='yes'), "compile = 'yes'"),
-    (dict(init_from='resume'), 'ckpt.pt is not there'), (dict(init_from='resmue'), "init_from = 'resmue' is not there: choose scratch"),
-    (dict(min_lr=0.1), 'min_lr = 0.1 is above learning_rate'), (dict(seed=2 ** 63), 'seed'), (dict(rope_base='nan'), 'rope_base'),
-    (dict(wandb_project='x'), 'pip install wandb'), (dict(threads=100_000), 'threads = 100000: this machine has'),
-    (dict(init_from='out/cot_small/nothing.pt'), 'nothing.pt. is not there: make it with python train.py config/cot_small.py'),
-    (dict(out_dir=os.devnull + '/x'), 'out_dir'),
-], ids=str)
-def test_wrong_settings(run, tmp_path, settings, message):
-    with pytest.raises(UserError, match=message) as caught:
-        run(**settings)
-    assert '\n' not in str(caught.value)
 
 
 def test_in_a_pipe_there_is_a_line_every_log_interval_steps(run, capsys):
@@ -265,11 +228,11 @@ def test_the_seconds_of_a_save_are_logged_and_slow_ones_are_warned_of(run, tmp_p
 def test_a_signal_drops_the_evaluation_that_has_begun(run, tmp_path, monkeypatch, capsys):
     draw, drawn = TextBatches.val_batch, []
 
-    def val_batch(self, rows, *stage):
+    def val_batch(self, stage, rows):
         drawn.append(rows)
         if len(drawn) == 3:  # the first batch of the second evaluation
             os.kill(os.getpid(), signal.SIGTERM)
-        return draw(self, rows, *stage)
+        return draw(self, stage, rows)
     monkeypatch.setattr(TextBatches, 'val_batch', val_batch)
     assert run()['step'] == 2 and len(drawn) == 3
     assert 'stopped by a signal after step 2' in capsys.readouterr().out
@@ -278,71 +241,15 @@ def test_a_signal_drops_the_evaluation_that_has_begun(run, tmp_path, monkeypatch
     assert [e['iter'] for e in read_log(tmp_path / 'run') if 'val_loss' in e] == [0, 2, 4]
 
 
-def test_resuming_another_method_is_refused(run):
-    run()
-    with pytest.raises(UserError, match='is a gpt model, not thoughtbubbles'):
-        run(method='thoughtbubbles', init_from='resume')
-
-
-def test_the_method_of_a_resumed_run_is_that_of_its_checkpoint(run, tmp_path):
-    run(method='thoughtbubbles')
-    for setting, message in [('--kappa=3', 'command line: kappa = 3.0: the run to resume has 2.0'), ('--W=2', 'W is a setting of method cyb')]:
-        with pytest.raises(UserError, match=message):
-            train.main([f'--out_dir={tmp_path / "run"}', '--init_from=resume', setting])
-
-
-@pytest.mark.parametrize('content', [b'', b'not a checkpoint', b'PK\x03\x04 half a zip'])
-def test_a_file_that_is_no_checkpoint(tmp_path, content):
-    path = tmp_path / 'ckpt.pt'
-    path.write_bytes(content)
-    with pytest.raises(UserError, match='ckpt.pt is no checkpoint'):
-        load_checkpoint(str(path))
-
-
-def test_truncated_foreign_and_hostile_checkpoints(run, tmp_path):
-    run()
-    path = str(tmp_path / 'run' / 'ckpt.pt')
-    with open(path, 'rb') as f:
-        whole = f.read()
-    whole_checkpoint, bad = load_checkpoint(path), str(tmp_path / 'bad.pt')
-    for keep in (1, len(whole) // 2, len(whole) - 1):
-        with open(bad, 'wb') as f:
-            f.write(whole[:keep])
-        with pytest.raises(UserError, match='bad.pt is no checkpoint'):
-            load_checkpoint(bad)
-    for foreign, message in [({'weights': torch.zeros(1)}, 'not a checkpoint of this project'), ([1], 'not a checkpoint'),
-                             ({'version': 99}, 'layout 99'), ({'version': 1}, 'lacks'), ({**whole_checkpoint, 'meta': {}}, 'lacks the tokenizer'), (Hostile(), 'more than tensors')]:
-        torch.save(foreign, bad)
-        with pytest.raises(UserError, match=message):
-            load_checkpoint(bad)
-    assert not os.path.exists(Hostile.mark)
-    checkpoint = load_checkpoint(path)
-    checkpoint['model_config']['n_embd'] = 32
-    with pytest.raises(UserError, match='do not fit together'):
-        train.build_model(checkpoint)
-
-
-class Hostile:
-    mark = 'a_pickle_ran_code'
-
-    def __reduce__(self):
-        return os.mkdir, (self.mark,)
-
-
-def test_the_command_line_prints_one_line_and_no_traceback(tmp_path):
-    for command in (['train.py', '--learning_rte=1'], ['sample.py', f'--out_dir={tmp_path}'], ['bench.py', '--part=x']):
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 1 and done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
-
-
 @pytest.mark.parametrize('method, settings', [
     ('gpt', {}), *(('thoughtbubbles', dict(fork_layers=(1,), merge=merge)) for merge in ('probs', 'residual', 'rightmost')),
-    ('cyb', {}), ('cyb', dict(objective='tbys')), ('rim', {}), ('rim', dict(train_on='sft'))], ids=str)
+    ('cyb', {}), ('cyb', dict(objective='tbys')), ('rim', {}), ('rim', dict(train_on='sft')), ('coconut', {})], ids=str)
 def test_a_batch_without_targets_teaches_nothing(method, settings):
-    config_class, model_class, _ = train.METHODS[method]
+    config_class, model_class, batch_class = train.METHODS[method]
     model = model_class(config_class(**{**dict(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16), **settings}))
-    idx, none = torch.randint(11, (2, 8)), torch.full((2, 8), -1)
-    loss = model(idx, none, *([torch.ones(2, 8)] if method == 'rim' else []))[1]
+    idx, none = torch.randint(7, (2, 8)), torch.full((2, 8), -1)
+    nowhere = torch.zeros(0, dtype=torch.long)  # of rows of records, which say where something is learned
+    loss = model(idx, none)[1] if batch_class is TextBatches else model(idx, nowhere, nowhere.float(), nowhere)[1]
     loss.backward()
     assert loss.item() == 0 and all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
 
@@ -352,10 +259,8 @@ def test_a_batch_without_targets_teaches_nothing(method, settings):
 @pytest.mark.parametrize('settings', METHOD_SETTINGS, ids=lambda s: s['method'])
 @pytest.mark.parametrize('piece, start', [('ab', 'a'), ('a\ufffd', 'a'), ('b\na\n', '\n')], ids=ascii)
 def test_a_text_begins_with_a_character_that_is_there(run, tmp_path, capsys, settings, piece, start):
-    folder = tmp_path / 'own'
-    folder.mkdir()
-    write_text_dataset(str(folder), piece * 400, {'kind': 'char', 'chars': sorted(set(piece))}, 'a test')
-    run('a run', dataset=folder, vocab_size=128, **settings)  # most ids are no text
+    folder = write_text(tmp_path / 'own', piece * 400)
+    run('a run', dataset=folder, vocab_size=128, report=True, **settings)  # most ids are not text
     out = capsys.readouterr().out
     assert len(out.split('a sample at temperature 0.8:\n')[1].split('\n' + str(tmp_path))[0]) == 200
     script, *arguments = shlex.split(re.search('python (.*) samples from it', out)[1])
@@ -366,10 +271,12 @@ def test_a_text_begins_with_a_character_that_is_there(run, tmp_path, capsys, set
 
 
 def test_a_sample_never_fails_a_finished_run(run, monkeypatch, capsys):
-    def report(self, model):
-        raise UserError('no sample')
-    monkeypatch.setattr(TextBatches, 'report', report)
-    assert run()['step'] == 4 and 'no report: UserError: no sample' in capsys.readouterr().out
+    def fails(self, batches):
+        raise RuntimeError('out of memory\nat this place')
+    monkeypatch.setattr(GPT, 'report', fails)
+    assert run(report=True)['step'] == 4
+    out = capsys.readouterr().out
+    assert 'could not be made (RuntimeError: out of memory)\n' in out and 'ckpt.pt is the last model' in out
 
 
 @pytest.fixture
@@ -419,20 +326,3 @@ def test_colours_tell_effort_apart_and_line_breaks_have_one():
     text = sample.coloured(tokenizer, [1, 2, 1, 0], [1, 2, 99, 3], 'streams', True)
     backs = re.findall(r'48;5;(\d+)m', text.split('streams per token')[0])
     assert len(backs) == len(set(backs)) == 4 and '\u21b5' in text and text.count('\n') == 2
-
-
-@pytest.mark.parametrize('argument, message', [
-    ('--prompt=', 'prompt is empty'), ('--prompt=é', "has no 'é'"), ('--prompt_file=nowhere.txt', 'nowhere.txt'),
-    ('--num_samples=0', 'num_samples = 0'), ('--max_new_tokens=0', 'max_new_tokens = 0'), ('--temperature=-1', 'temperature = -1'),
-    ('--top_p=0', 'top_p = 0'), ('--top_k=-2', 'top_k = -2'), ('--stop=12', "stop = '12' is 2 tokens"), ('--device=cuda:99', 'absent')])
-def test_wrong_sampling(trained, argument, message):
-    with pytest.raises(UserError, match=message):
-        sample.main([f'--checkpoint={trained}', argument])
-
-
-def test_showing_a_plain_gpt_is_refused(run, tmp_path, capsys):
-    run()
-    capsys.readouterr()
-    with pytest.raises(UserError, match='nothing to show'):
-        sample.main([f'--out_dir={tmp_path / "run"}', '--show', '--max_new_tokens=3'])
-    assert capsys.readouterr().out == ''

@@ -21,9 +21,8 @@ from config import UserError, machine
 from config.checkpoint import load_checkpoint, save_checkpoint
 from data import records
 from model import GPTConfig
-from test_rim import write_records
-from test_train import METHOD_SETTINGS, ROOT, read_log
-from data.text import TextBatches, write_text_dataset
+from conftest import METHOD_SETTINGS, ROOT, arguments, read_log, write_records
+from data.text import TextBatches
 
 LONG = bool(os.environ.get('LONG_TESTS'))
 
@@ -32,9 +31,9 @@ LONG = bool(os.environ.get('LONG_TESTS'))
 def command(tmp_path, dataset):
     """command(**settings): the command line of a tiny run whose checkpoints are large enough to be hit while written."""
     def command(**settings):
-        tiny = dict(dataset=dataset, device='cpu', n_layer=2, n_head=2, n_embd=128, block_size=16, batch_size=2, max_iters=100_000,
-                    eval_interval=2, eval_rows=2, log_interval=1, threads=1, out_dir=str(tmp_path / 'run'), init_from='auto')
-        return [sys.executable, 'train.py', *(f'--{k}={v}' for k, v in {**tiny, **settings}.items())]
+        large = dict(dataset=dataset, n_layer=2, n_embd=128, batch_size=2, max_iters=100_000, eval_rows=2, threads=1,
+                     out_dir=tmp_path / 'run', init_from='auto')
+        return [sys.executable, 'train.py', *arguments(**{**large, **settings})]
     return command
 
 
@@ -117,11 +116,11 @@ def test_a_symbolic_link_is_written_through(run, tmp_path):
 def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):
     draw = TextBatches.train_batch
 
-    def twice(self, step, rows):
-        if step == 2:
+    def twice(self, stage, it, rows):
+        if it == 2:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
-        return draw(self, step, rows)
+        return draw(self, stage, it, rows)
     monkeypatch.setattr(TextBatches, 'train_batch', twice)
     with pytest.raises(KeyboardInterrupt):
         run()
@@ -168,7 +167,7 @@ def test_a_checkpoint_cut_anywhere_is_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize('settings', METHOD_SETTINGS, ids=lambda s: s['method'])
-def test_what_may_change_on_resume_and_what_may_not(run, capsys, settings):
+def test_what_may_change_on_resume(run, capsys, settings):
     run(**settings, max_iters=4)
     again = dict(settings, init_from='resume')
     capsys.readouterr()
@@ -176,9 +175,6 @@ def test_what_may_change_on_resume_and_what_may_not(run, capsys, settings):
     said = capsys.readouterr().out
     for part in ('max_iters = 6 (was 4)', 'eval_interval = 3 (was 2)', 'batch_size = 2 (was 4)', 'grad_accum = 2 (was 1)'):
         assert part in said
-    for name, value in dict(seed=5, learning_rate=0.1, n_layer=4, warmup_iters=9, batch_size=8, eval_rows=4, beta2=0.9).items():
-        with pytest.raises(UserError, match=f'command line: {name} = {value}: the run to resume has'):
-            run(**again, **{'max_iters': 6, 'batch_size': 4, 'grad_accum': 1, name: value})
 
 
 def test_resume_needs_only_the_folder(run, tmp_path):
@@ -188,20 +184,17 @@ def test_resume_needs_only_the_folder(run, tmp_path):
     assert checkpoint['step'] == 5 and checkpoint['settings']['seed'] == 9 and checkpoint['method'] == 'thoughtbubbles'
 
 
-def test_resuming_on_other_data_is_refused(run, dataset, capsys):
-    run()
-    write_text_dataset(dataset, 'another text ' * 300, {'kind': 'char', 'chars': sorted(set('another text '))}, 'another')
-    with pytest.raises(UserError, match='prepared anew'):
-        run(init_from='resume')
-
-
-def test_the_best_loss_never_gets_worse(run, tmp_path):
-    run(learning_rate=0.5, max_iters=3, eval_interval=1)
-    run(learning_rate=0.5, init_from='resume', max_iters=12, eval_interval=1)  # far too fast: it gets worse
-    losses = {e['iter']: e['val_loss'] for e in read_log(tmp_path / 'run') if 'val_loss' in e}
-    best, last = (load_checkpoint(str(tmp_path / 'run' / name)) for name in ('best.pt', 'ckpt.pt'))
-    assert best['best_val_loss'] == last['best_val_loss'] == losses[best['step']] == min(losses.values()) < losses[12]
-    assert last['step'] == 12
+def test_the_best_loss_never_gets_worse(run, tmp_path, monkeypatch):
+    # validation losses by step; where a run goes on it evaluates once more
+    said = iter([3.0, 1.5, 2.0] + [2.0, 2.5] + [2.5, 1.0, 1.25])
+    monkeypatch.setattr(train, 'evaluate', lambda *_: next(said))
+    run(max_iters=2, eval_interval=1)
+    for its, best_step, best_loss in [(3, 1, 1.5), (5, 4, 1.0)]:
+        last = run(init_from='resume', max_iters=its, eval_interval=1)
+        best = load_checkpoint(str(tmp_path / 'run' / 'best.pt'))
+        assert (best['step'], best['best_val_loss'], last['best_val_loss']) == (best_step, best_loss, best_loss)
+        assert last['step'] == its and not torch.equal(best['model']['wte.weight'], last['model']['wte.weight'])
+    assert [e['val_loss'] for e in read_log(tmp_path / 'run') if 'val_loss' in e] == [3.0, 1.5, 2.0, 2.5, 1.0, 1.25]
 
 
 def test_half_precision_overflow_is_no_divergence(run, tmp_path, monkeypatch):
@@ -229,27 +222,6 @@ def test_names_of_a_compiled_or_wrapped_model_are_understood(run, tmp_path):
         assert torch.equal(model.wte.weight, whole['model']['wte.weight'])
 
 
-@pytest.mark.parametrize('name, value', [
-    ('version', torch.tensor(1)), ('step', -3), ('best_val_loss', None), ('settings', {}), ('optimizer', {}),
-    ('stage', ['another', 0]), ('model_config', {'n_layer': 3}), ('model_config', {'old_name': 1}),
-    ('model', {'wte.weight': 'no tensor'}), ('meta', {})], ids=str)
-def test_a_checkpoint_with_one_part_damaged_is_refused_on_resume(run, tmp_path, name, value):
-    whole = run(max_iters=2)
-    torch.save({**whole, name: value}, tmp_path / 'run' / 'ckpt.pt')
-    with pytest.raises(UserError) as caught:
-        run(init_from='resume', max_iters=4)
-    assert '\n' not in str(caught.value)
-
-
-def test_an_optimizer_of_another_shape_is_refused(run, tmp_path):
-    """The fused kernel would read and write past its end."""
-    whole = run(max_iters=2)
-    whole['optimizer']['state'][0]['exp_avg'] = torch.zeros(3)
-    torch.save(whole, tmp_path / 'run' / 'ckpt.pt')
-    with pytest.raises(UserError, match='a moment of shape .3,. for a weight'):
-        run(init_from='resume', max_iters=4)
-
-
 def test_a_run_killed_before_its_first_checkpoint_starts_over(run, tmp_path):
     (tmp_path / 'run').mkdir()
     for name in ('log.jsonl', 'ckpt.pt.tmp'):
@@ -274,12 +246,10 @@ def test_a_best_loss_that_the_checkpoint_does_not_know_is_kept(run, tmp_path):
     assert load_checkpoint(str(tmp_path / 'run' / 'best.pt'))['step'] == best['step']
 
 
-def test_stages_may_not_be_moved_by_a_resume(run, tmp_path):
+def test_a_stage_leaves_its_last_and_its_best_model(run, tmp_path):
     settings = dict(method='rim', dataset=write_records(tmp_path / 'records'), block_size=48, n_blocks=2, stage2_iters=3)
     run(max_iters=3, **settings)
     assert {'stage1.pt', 'stage1_best.pt', 'best.pt'} <= set(os.listdir(tmp_path / 'run'))
-    with pytest.raises(UserError, match='is in stage2 since step 3, and this would move it'):
-        run(max_iters=8, init_from='resume', **settings)
     run(max_iters=3, overwrite=True, train_on='sft', **settings)
     assert not {'stage1.pt', 'stage1_best.pt'} & set(os.listdir(tmp_path / 'run'))
 
@@ -357,16 +327,16 @@ def each_damage(path, dice):
 
 def test_fuzzed_data_is_read_whole_or_named(dataset):
     dice, config = random.Random(3), GPTConfig(block_size=16)
-    rows = TextBatches(dataset, data.read_meta(dataset), config, 1, 8).train_batch(0, [0, 1])
+    rows = TextBatches(dataset, data.read_meta(dataset), config, 1, 8, 2).train_batch(None, 0, [0, 1])
     chars = data.read_meta(dataset)['tokenizer']['chars']
     for name in ('train.bin', 'val.bin', 'meta.json'):
         for turn in each_damage(os.path.join(dataset, name), dice):
             try:
-                batches = TextBatches(dataset, data.read_meta(dataset), config, 1, 8)
+                batches = TextBatches(dataset, data.read_meta(dataset), config, 1, 8, 2)
             except UserError as e:
                 assert turn and '\n' not in str(e) and dataset in str(e)
             else:
-                assert all(torch.equal(a, b) for a, b in zip(batches.train_batch(0, [0, 1]), rows))
+                assert all(torch.equal(a, b) for a, b in zip(batches.train_batch(None, 0, [0, 1]), rows))
                 assert batches.tokenizer.chars == chars
 
 
@@ -413,15 +383,9 @@ def test_devices_are_chosen_or_refused_with_the_reason(monkeypatch):
 
 def test_a_terminal_without_unicode(tmp_path):
     """Non-ASCII text under LC_ALL=C: a '?' on the screen, not a crash."""
-    folder = tmp_path / 'text'
-    folder.mkdir()
     environment = {**os.environ, 'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0', 'PYTHONIOENCODING': ''}
-    (tmp_path / 'prepare.py').write_text(f'import sys\nsys.path.insert(0, {ROOT!r})\nimport data\n'
-                                         'text = "\u00e9\u03b1\u6f22\\n" * 100\n'
-                                         f'write_text_dataset({str(folder)!r}, text, {{"kind": "char", "chars": sorted(set(text))}}, "x")\n',
-                                         encoding='utf-8')
-    assert subprocess.run([sys.executable, str(tmp_path / 'prepare.py')], env=environment).returncode == 0
-    done = subprocess.run([sys.executable, 'train.py', f'--dataset={folder}', f'--out_dir={tmp_path / "run"}', '--max_iters=1',
+    (tmp_path / 'my.txt').write_text('\u00e9\u03b1\u6f22\n' * 100, encoding='utf-8')
+    done = subprocess.run([sys.executable, 'train.py', f'--dataset={tmp_path / "my.txt"}', f'--out_dir={tmp_path / "run"}', '--max_iters=1',
                            '--n_layer=1', '--n_embd=8', '--n_head=2', '--block_size=8', '--threads=1'],
                           cwd=ROOT, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
