@@ -74,8 +74,7 @@ def read_source(name, folder, url):
         with urllib.request.urlopen(url, timeout=60) as response:
             return response.read().decode('utf-8-sig')
     except (OSError, UnicodeDecodeError, http.client.HTTPException) as e:
-        raise UserError(f'{url} cannot be read ({e}): download the files by hand, give their folder with '
-                        '--input=DIR') from e
+        raise UserError(f'{url} cannot be read ({e}): give a folder that has the files with --input=DIR') from e
 
 
 def marked_steps(text):
@@ -386,7 +385,7 @@ def score(ask, tokenizer, records, batch_size=32):
 
 
 def accuracy_text(ask, tokenizer, records):
-    """How many answers are right, in all, by number of steps and by block; an example."""
+    """How many answers are right, in all, by number of steps and by block."""
     correct = score(ask, tokenizer, records)  # (n, blocks)
     steps = np.array([len(record.steps) for record in records])
     by_steps = ', '.join(f'{n}: {correct[steps == n, -1].mean():.1%}' for n in np.unique(steps))

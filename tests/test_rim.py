@@ -502,7 +502,7 @@ def test_score_is_per_block_and_compares_numbers(dataset, monkeypatch):
             return [[([tokenizer.encode(t[s][k]) for t in texts], None) for s in range(samples)] for k in range(2)]
     assert records.score(Fake(), tokenizer, problems).tolist() == [[False, True], [True, False]]
     assert records.score(Fake(), tokenizer, problems, samples=2).tolist() == [[True, True], [True, True]]
-    with pytest.raises(UserError, match="here: answer = 'many' is no number"):
+    with pytest.raises(UserError, match="here: answer = 'many' is not a number"):
         records.score(Fake(), tokenizer, [records.Record('1?', ['1'], 'many', 'here')])
 
 
@@ -630,7 +630,7 @@ def test_test_questions_that_do_not_fit_are_left_out_and_counted(dataset, capsys
     with pytest.raises(UserError, match='no test question fits into block_size = 5'):
         source.test_records(10)
     monkeypatch.setattr(records, 'read_records', lambda *a: [records.Record('1+1?', [], 'many', 'here')])
-    with pytest.raises(UserError, match="here: answer = 'many' is no number"):
+    with pytest.raises(UserError, match="here: answer = 'many' is not a number"):
         source.test_records(10)
 
 
@@ -744,7 +744,7 @@ def test_records_with_too_many_steps_or_tokens_are_left_out_and_counted(dataset,
 
 
 @pytest.mark.parametrize('line, message', [
-    ('{"question": "1?", "steps": ["1"]', r'line 2 is no JSON'), ('[' * 10 ** 5, r'line 2 is no JSON'),
+    ('{"question": "1?", "steps": ["1"]', r'line 2 is not JSON'), ('[' * 10 ** 5, r'line 2 is not JSON'),
     ('[1]', r'line 2 is .\[1\]., not an object'),
     ('{"question": "1?", "steps": ["1"]}', 'line 2: answer = None'),
     ('{"steps": ["1"], "answer": "1"}', 'line 2: question = None'),
