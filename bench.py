@@ -111,7 +111,8 @@ def wide_vocabulary():
 
 class WholeLogits(GPT):
     def nll(self, x, targets):
-        return F.cross_entropy(self.logits(x).transpose(1, 2), targets, reduction='none')
+        nll = F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), reduction='none')
+        return nll.view(targets.shape)
 
 
 def generating():

@@ -38,7 +38,8 @@ device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 threads = 0  # CPU threads, 0 = PyTorch's choice
 
 NAMED = 8  # tokens that pause longest, and as many that pause shortest
-progress = partial(tqdm, disable=None, leave=False)  # a bar on stderr, on a terminal alone
+# a bar on stderr, on a terminal alone
+progress = partial(tqdm, disable=None, leave=False)
 
 
 # --- measures: (model, on) -> {name: number or table}, a table is a list of dicts of the same keys ---

@@ -548,9 +548,10 @@ class GPT(nn.Module):
 def check_sampling(prompts, temperature, top_k, top_p):
     if not prompts or not all(len(p) for p in prompts):
         raise UserError('the prompt is empty: give at least one token')
-    if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1):
-        raise UserError(f'temperature = {temperature}, top_k = {top_k}, top_p = {top_p}: the first two must be 0 '
-                        'or more, the last one in (0, 1]')
+    for name, value, valid in [('temperature', temperature, temperature >= 0), ('top_k', top_k, top_k >= 0),
+                               ('top_p', top_p, 0 < top_p <= 1)]:
+        if not valid:
+            raise UserError(f'{name} = {value}: temperature and top_k are 0 or more, top_p is in (0, 1]')
 
 
 def left_pad(rows, device):

@@ -25,10 +25,10 @@ from model import (GPT, GPTConfig, GrowingCache, KVCache, Stage, TOKEN_ROWS, cau
 # --- rows ---
 
 def build_row(question, readouts, weights, n_mem, special, question_weight=0.0):
-    """One training row: question, block 1, read-out 1, block 2, read-out 2, ... question, readouts: token ids
-    and lists of them. weights: one per read-out, of each of its tokens and its end. n_mem: M, or None for no
-    blocks: then the one read-out follows the question, as in plain fine-tuning. A read-out of weight 0 is left
-    out, since no other token sees it."""
+    """One training row: question, block 1, read-out 1, block 2, read-out 2, ... question, readouts: token ids and
+    lists of them. weights: one per read-out, of each of its tokens and its end. question_weight: of each of the
+    question's. n_mem: M, or None for no blocks: then the one read-out follows the question, as in plain
+    fine-tuning. A read-out of weight 0 is left out, since no other token sees it."""
     memory = [] if n_mem is None else memory_block(special, n_mem)
     n, m = len(question), len(memory)
     row = Row(tokens=list(question), kind=[QUESTION] * n, block=[0] * n, positions=list(range(n)),

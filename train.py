@@ -35,8 +35,8 @@ init_from = 'scratch'  # scratch | resume | auto (resume where there is a checkp
 overwrite = False  # let a run from scratch replace an earlier run in out_dir
 seed = 1337  # of the weights, the batches and dropout
 # batches
-batch_size = 32  # rows in one micro-batch
-grad_accum = 1  # micro-batches in one step, over all processes together
+batch_size = 32  # rows in a micro-batch
+grad_accum = 1  # micro-batches in a step, over all processes together
 # optimisation
 max_iters = 1500  # steps; of a method with two stages those of the first
 learning_rate = 1e-3  # at its peak

@@ -192,9 +192,9 @@ def read_config_file(path):
         folder = os.path.dirname(path) or '.'
         files = [f for f in os.listdir(folder) if f.endswith('.py')] if os.path.isdir(folder) else []
         near = difflib.get_close_matches(os.path.basename(path), files, n=1)
-        hint = f', or did you mean {os.path.join(folder, near[0])}?' if near else ''
-        raise UserError(f'config file {path!r} is not there or is not a .py file; settings are given as '
-                        f'--key=value{hint}')
+        hint = f'did you mean {os.path.join(folder, near[0])}? ' if near else ''
+        raise UserError(f'config file {path!r} is not there or is not a .py file; {hint}settings are given as '
+                        '--key=value')
     try:
         names = runpy.run_path(path)
     except (Exception, SystemExit) as e:

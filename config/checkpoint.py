@@ -72,7 +72,8 @@ def load_optimizer(optimizer, state, path):
         # .optim: this process's share of a sharded one
         for p, s in getattr(optimizer, 'optim', optimizer).state.items():
             if s and not (s['exp_avg'].shape == s['exp_avg_sq'].shape == p.shape and s['step'].numel() == 1):
-                raise ValueError(f'a moment of shape {tuple(s["exp_avg"].shape)} for a weight of {tuple(p.shape)}')
+                raise ValueError(f'a moment of shape {tuple(s["exp_avg"].shape)} for a weight of shape '
+                                 f'{tuple(p.shape)}')
     except Exception as e:
         raise UserError(f'{path}: the optimizer does not fit the model ({first_line(e)})') from e
 

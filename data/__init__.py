@@ -1,7 +1,7 @@
 """Data sets: a folder with meta.json (kind, tokenizer, source, counts) and its files.
 
-data/<name>/prepare.py makes one; --dataset=path/to/my.txt makes one of your own text, as characters, in the folder
-path/to/my.txt.data. There are two kinds: text (text.py) and records (records.py). This file has what they share.
+data/<name>/prepare.py makes one, and --dataset=path/to/my.txt one of your own text. There are two kinds: text
+(text.py) and records (records.py). This file has what they share.
 """
 import hashlib
 import json

@@ -74,8 +74,7 @@ def read_source(name, folder, url):
         with urllib.request.urlopen(url, timeout=60) as response:
             return response.read().decode('utf-8-sig')
     except (OSError, UnicodeDecodeError, http.client.HTTPException) as e:
-        raise UserError(f'{url} cannot be read ({e}): download the files by hand, give their folder with '
-                        '--input=DIR') from e
+        raise UserError(f'{url} cannot be read ({e}): give a folder that has the files with --input=DIR') from e
 
 
 def marked_steps(text):
@@ -129,7 +128,7 @@ def write_record_dataset(folder, splits, tokenizer_spec, source, left_out=None):
     meta = {'kind': 'records', 'tokenizer': tokenizer_spec, 'vocab_size': tokenizer.vocab_size, 'source': source,
             'example': min((row[0] for row in splits.get('val', ())), key=len, default=''),  # for sample.py to ask
             'left_out': left_out or {}}
-    contents = {}
+    contents = {}  # all are encoded before anything is written
     for split, rows in splits.items():
         if not rows:
             raise UserError(f'{folder}: no row for {split} was found in {source}')
@@ -179,7 +178,7 @@ def check_record(entry, where, need_steps=True):
     check_object(entry, where)
     for name in ('question', 'answer'):
         if not isinstance(entry.get(name), str) or not entry[name].strip():
-            raise UserError(f'{where}: {name} = {entry.get(name)!r}: a record needs text there')
+            raise UserError(f'{where}: {name} = {entry.get(name)!r}: a record needs a text there')
     steps = entry.get('steps')
     valid = isinstance(steps, list) and all(isinstance(step, str) and step.strip() for step in steps)
     if not valid or (need_steps and not steps):
@@ -287,8 +286,8 @@ class RecordData:
 
     def __init__(self, dataset, meta, config, longest):
         if meta['kind'] != 'records':
-            raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on records like '
-                            "gsm_toy's")
+            raise UserError(f'dataset = {dataset!r} holds {meta["kind"]}, but this method trains on records of '
+                            'question, steps and answer, such as gsm_toy')
         self.tokenizer = Tokenizer(meta['tokenizer'])
         if list(self.tokenizer.special) != SPECIAL:
             raise UserError(f'dataset = {dataset!r}: its tokenizer lacks the special tokens {", ".join(SPECIAL)}: '
@@ -311,7 +310,7 @@ class RecordData:
         path = os.path.join(dataset_folder(self.dataset), split + '.jsonl')
         found = read_records(path, split != 'test', self.meta)[:n]
         if split != 'train':
-            gold_answers(found)  # an answer that cannot be compared is to be known now, not after the run
+            gold_answers(found)  # refuses one that cannot be compared now, not after the run
         fitting, left_out = [], Counter()
         for record in found:
             try:
@@ -364,7 +363,8 @@ def gold_answers(records):
     numbers = [parse_number(record.answer) for record in records]
     for record, number in zip(records, numbers):
         if number is None:
-            raise UserError(f'{record.where}: answer = {record.answer!r} is not a number, as accuracy needs it')
+            raise UserError(f'{record.where}: answer = {record.answer!r} is not a number: accuracy compares '
+                            'numbers')
     return numbers
 
 
@@ -385,7 +385,7 @@ def score(ask, tokenizer, records, batch_size=32):
 
 
 def accuracy_text(ask, tokenizer, records):
-    """How many answers are right, in all, by number of steps and by block; and an example."""
+    """How many answers are right, in all, by number of steps and by block."""
     correct = score(ask, tokenizer, records)  # (n, blocks)
     steps = np.array([len(record.steps) for record in records])
     by_steps = ', '.join(f'{n}: {correct[steps == n, -1].mean():.1%}' for n in np.unique(steps))

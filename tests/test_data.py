@@ -145,7 +145,7 @@ def test_preparing_anew_is_never_half_done(dataset, monkeypatch):
     def watch(path, content):
         seen.append((os.path.basename(path), os.path.exists(os.path.join(dataset, 'meta.json'))))
         write(path, content)
-    monkeypatch.setattr('data.text.write_file', watch)
+    monkeypatch.setattr('data.write_file', watch)
     for there in (False, True):
         write_text_dataset(dataset, 'ab' * 100, spec, 'a test')
         assert seen == [('train.bin', there), ('val.bin', there), ('meta.json', there)]

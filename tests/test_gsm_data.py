@@ -137,8 +137,8 @@ def test_gsm8k_marks_become_steps(prepare, tmp_path):
              ('Profit?', ['80000+50000=130000', '.5*10=5.0'], '70000'),
              ('Degrees?', ['4-7=-3'], '-3')]
     assert splits == {'train': right + right[:1], 'val': right[1:], 'test': right + [('Unmarked?', [], '5')]}
-    assert left_out == {'train: no step is marked': 2, 'train: the answer is no number': 2,
-                        'test: the answer is no number': 1, 'train: the question is empty': 2,
+    assert left_out == {'train: no step is marked': 2, 'train: the answer is not a number': 2,
+                        'test: the answer is not a number': 1, 'train: the question is empty': 2,
                         'test: the question is empty': 1}
     assert tokenizer == {'kind': 'gpt2'}
 

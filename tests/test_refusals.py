@@ -101,6 +101,8 @@ COMMANDS = [
     ('train.py --max_iters=1.5', "max_iters = '1.5': expected a whole number"),
     ('train.py --max_iters=', "max_iters = '': expected a whole number"),
     ('train.py --max_iters', 'max_iters = True: expected a whole number'),
+    ('train.py --max_iters 9', "config file '9' is not there or is not a .py file; settings are given as --key=value"),
+    ('train.py --method rim', 'did you mean ./rim.py? settings are given as --key=value'),
     ('train.py --max_iters=inf', "max_iters = 'inf': expected a whole number"),
     ('train.py --min_lr=small', "min_lr = 'small': expected a number"),
     ('train.py --min_lr=nan', "min_lr = 'nan': expected a number"),

@@ -641,7 +641,7 @@ def test_test_questions_that_do_not_fit_are_left_out_and_counted(dataset, capsys
     with pytest.raises(UserError, match='no test record is left; raise block_size'):
         source.test_records(10)
     monkeypatch.setattr(records, 'read_records', lambda *a: [records.Record('1+1?', [], 'many', 'here')])
-    with pytest.raises(UserError, match="here: answer = 'many' is no number"):
+    with pytest.raises(UserError, match="here: answer = 'many' is not a number"):
         source.test_records(10)
 
 

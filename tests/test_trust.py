@@ -163,7 +163,7 @@ def test_a_checkpoint_cut_anywhere_is_refused(run, tmp_path):
     content, path = (tmp_path / 'run' / 'ckpt.pt').read_bytes(), tmp_path / 'cut.pt'
     for length in {*range(0, len(content), 1 if LONG else 499), *range(len(content) - 150, len(content))}:
         path.write_bytes(content[:length])
-        with pytest.raises(UserError, match='cut.pt is no checkpoint'):
+        with pytest.raises(UserError, match='cut.pt is not a checkpoint'):
             load_checkpoint(str(path))
 
 

@@ -4,15 +4,11 @@ Ann's dial is at 1, turns 4 5 0 0 0 0. Where?   steps 4+1=2, 5+2=1              
 A lock shows 0, turns 5 4 4 5 0 0. It is?       steps 5+0=2, 4+2=0, 4+0=1, 5+1=0, 0+0=0     answer 0
 
 After 2 comes 0 again, and each turn moves the dial by one or two digits: who leaves out a turn knows little. Every
-problem tells six turns, so they stand where a small model finds them; the last ones may be 0. A step begins with
-its turn and an answer with a digit of the dial: a memory block has to know which of the two comes next. Of the
-problems with five and six steps, two in five end in a step or two that add 0: from them blocks learn in stage 1 to
-hand a value on, as in stage 2 all blocks after the last step must. Most training problems are long: each teaches
-the first step, only these the last ones, and the few short cases are soon known by heart.
+problem tells six turns, so they stand where a small model finds them; the last ones may be 0. Most training problems
+are long: each teaches the first step, only these the last ones, and the few short cases are soon known by heart.
 
-No question occurs in two of train, val and test, and from four turns on no case does: three starts and four to six
-turns of two kinds make 336 cases, and a quarter of each length is left to val and test, so that an answer there
-has to be worked out. The 42 shorter cases are in all three, in other words.
+No question occurs in two of train, val and test, and from four turns on no case does: a quarter of each length is
+left to val and test, so that an answer there has to be worked out. data/README.md says why the steps look so.
 """
 import os
 import random

