@@ -86,7 +86,7 @@ def rows_at(source, it, question, steps, answer, max_iters=4):
     encoded = records.Encoded(question, steps, answer, source.data.newline)
     source.data.encoded['train'] = [encoded] * 50
     stage = train.stage_at(source.config.stages(max_iters, 1e-3, 1), it)
-    return source.rows(stage, it, [0])[0], source.val_row(stage.name, encoded)
+    return source.train_rows(stage, it, [0])[0], source.val_row(stage.name, encoded)
 
 
 # --- rows ---
@@ -339,7 +339,7 @@ def test_an_epoch_takes_every_record_once_and_wastes_little():
 def test_rows_of_about_as_many_tokens_go_together(dataset, kind):
     source = batches(dataset, kind)
     stage = source.config.stages(99, 1e-3, 1)[0]
-    steps = [source.rows(stage, it, [0, 1, 2, 3]) for it in range(source.epoch_iters)]
+    steps = [source.train_rows(stage, it, [0, 1, 2, 3]) for it in range(source.epoch_iters)]
     tokens = torch.tensor([[len(row.tokens) for row in rows] for rows in steps])
     counted = [source.epochs.lengths[source.epochs.numbers(it, [0, 1, 2, 3])].tolist()
                for it in range(source.epoch_iters)]
@@ -608,7 +608,7 @@ def test_numbers_of_answers(dataset, monkeypatch, capsys):
 
     def score(ask, tokenizer, asked, batch_size):
         calls.append((ask.keywords, batch_size))
-        return (drawn if 'samples' in ask.keywords else right).numpy()
+        return (drawn if 'samples' in ask.keywords else right[:, :ask.keywords['n_blocks']]).numpy()
     monkeypatch.setattr(records, 'score', score)
     got = evaluation.answers(tiny(vocab_size=source.config.vocab_size, n_blocks=2), on)
     assert calls == [(dict(n_mem=0, n_blocks=4, every_block=True), 5),
