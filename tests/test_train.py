@@ -286,7 +286,7 @@ def test_a_sample_never_fails_a_finished_run(run, monkeypatch, capsys):
     monkeypatch.setattr(GPT, 'report', fails)
     assert run(report=True)['step'] == 4
     out = capsys.readouterr().out
-    assert 'could not be made (RuntimeError: out of memory)\n' in out and 'ckpt.pt is the last model' in out
+    assert 'no report on the model could be made (RuntimeError: out of memory)\n' in out and 'ckpt.pt is the last model' in out
 
 
 @pytest.fixture

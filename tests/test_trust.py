@@ -373,7 +373,7 @@ def test_devices_are_chosen_or_refused_with_the_reason(monkeypatch):
         m.setattr(torch.cuda, 'is_available', lambda: True)
         m.setattr(torch.cuda, 'device_count', lambda: 2)
         assert machine.choose_device('auto')[0] == 'cuda' and machine.choose_device('cuda:1')[0] == 'cuda:1'
-        with pytest.raises(UserError, match='2 CUDA devices'):
+        with pytest.raises(UserError, match='2 CUDA and'):
             machine.choose_device('cuda:2')
         for has, dtype in [(True, 'bfloat16'), (False, 'float16')]:
             m.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation, has=has: has)
