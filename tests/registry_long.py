@@ -14,12 +14,15 @@ from pathlib import Path
 import pytest
 
 from conftest import train  # first: it puts the repository on the path
-from test_registry import changes, check, fit, train_on_two_processes
+from config import class_settings
+from model import GPTConfig
+from test_registry import SETTINGS, changes, check, fit, train_on_two_processes
 
 
 def cases_of(method):
     """The defaults, each change, each pair of the method's own ones that goes together."""
-    singles, own = list(changes(method)), train.METHODS[method][0].__annotations__
+    singles = list(changes(method))
+    own = SETTINGS[method].keys() - class_settings(GPTConfig).keys() or SETTINGS[method].keys()
     pairs = itertools.combinations([change for change in singles if next(iter(change)) in own], 2)
     cases = [{}, *singles, *({**a, **b} for a, b in pairs if fit(method, a, b))]
     return [case for i, case in enumerate(cases) if case not in cases[:i]]
