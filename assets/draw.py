@@ -185,7 +185,7 @@ def main(argv):
             command = f'{start}python train.py config/{name}.py'
             raise config.UserError(f'{os.path.join(out_dir, name)} holds no run: make it with {command}')
     paths = [os.path.join(out_dir, name) for name in (*starts, 'rim_small/stage1.pt')]
-    bubbles, breath, (model, tokenizer), (first_stage, _) = map(load, paths)
+    bubbles, breath, (model, tokenizer), (first_stage, _) = (load(path, 'cpu') for path in paths)
     data.ensure_prepared(dataset)
     problems = data.records.read_records(os.path.join(data.dataset_folder(dataset), 'val.jsonl'))
     record = min((r for r in problems if len(r.steps) == 3), key=lambda r: len(r.question))

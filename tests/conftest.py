@@ -1,8 +1,10 @@
 """What the tests share: small data sets, a tiny run, several processes."""
 import contextlib
 import json
+import multiprocessing
 import os
 import random
+import runpy
 import socket
 import subprocess
 import sys
@@ -18,7 +20,8 @@ from data.records import write_record_dataset
 from data.text import write_text_dataset
 
 METHOD_SETTINGS = [dict(method='gpt'), dict(method='thoughtbubbles', fork_layers='1,2'), dict(method='cyb', W=2)]
-ROWS = [{'question': f'{a}+{b}?', 'steps': [f'{a}+{b}={a + b}'] + [f'{a + b + i}+1={a + b + i + 1}' for i in range(n)],
+ROWS = [{'question': f'{a}+{b}?',
+         'steps': [f'{a}+{b}={a + b}'] + [f'{a + b + i}+1={a + b + i + 1}' for i in range(n)],
          'answer': str(a + b + n)} for a in range(1, 6) for b in range(1, 5) for n in range(3)]
 CHARACTERS = sorted('0123456789+=?\n')  # of ROWS
 TEXT = ''.join(f'{i} plus {i % 7} is {i + i % 7}.\n' for i in range(200))[:3000]  # 18 characters
@@ -53,14 +56,14 @@ def dataset(tmp_path):
 
 def arguments(**settings):
     """The command line of a tiny run."""
-    tiny = dict(device='cpu', n_layer=3, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=4, warmup_iters=2,
-                eval_interval=2, eval_rows=8, log_interval=1)
+    tiny = dict(device='cpu', n_layer=3, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=4,
+                warmup_iters=2, eval_interval=2, eval_rows=8, log_interval=1)
     return [f'--{name}={value}' for name, value in {**tiny, **settings}.items()]
 
 
 @contextlib.contextmanager
 def without_reports():
-    """Finished runs make no report, which takes longer than a tiny run. Gives a MonkeyPatch for more of that kind."""
+    """Finished runs make no report, which takes longer than a tiny run. Gives a MonkeyPatch for more."""
     with pytest.MonkeyPatch.context() as patch:
         for _, model_class, _ in train.METHODS.values():
             patch.setattr(model_class, 'report', lambda self, batches: '')
@@ -69,7 +72,8 @@ def without_reports():
 
 @pytest.fixture
 def run(tmp_path, dataset):
-    """run(out, **settings) trains a tiny model in this process and returns its checkpoint; report=True: with its report."""
+    """run(out, **settings) trains a tiny model in this process and returns its checkpoint; report=True: with the
+    report of a finished run."""
     def run(out='run', report=False, **settings):
         with contextlib.nullcontext() if report else without_reports():
             train.main(arguments(**{'dataset': dataset, 'out_dir': tmp_path / out, **settings}))
@@ -82,7 +86,25 @@ def read_log(folder):
         return [json.loads(line) for line in f]  # a broken line would raise
 
 
-# --- several processes ---
+# --- other processes ---
+
+def train_apart(argv, output):
+    """train.py in this process, what it prints in a file."""
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), stream)
+    sys.argv = ['train.py', *argv]
+    runpy.run_path(os.path.join(ROOT, 'train.py'), run_name='__main__')
+
+
+def start_training(argv, output):
+    """A process of its own that trains; it is forked from one that has the modules already, which take seconds."""
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload(['conftest', 'torch._dynamo'])
+    process = context.Process(target=train_apart, args=(argv, output), daemon=True)
+    process.start()
+    return process
+
+
 
 def free_port():
     """A port below those that the system hands out, so that it is still free when the run gets to it."""
@@ -95,7 +117,8 @@ def free_port():
 
 def torchrun(processes, script, *arguments, timeout=300):
     """(exit status, output). A run that hangs fails the test, its processes are killed."""
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', script, *arguments]
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}',
+               script, *arguments]
     started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                env={**os.environ, 'OMP_NUM_THREADS': '1'})
     try:

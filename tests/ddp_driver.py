@@ -1,6 +1,6 @@
-"""Run train.main once for each job of the JSON file argv[1], in one group of processes after the other; started by torchrun.
+"""Run train.main once for each job of the JSON file argv[1]; started by torchrun.
 
-A job is a list: arguments, a port that is free, whether the finished run makes its report.
+A job is a list: arguments, a port free for its group of processes, whether the finished run makes its report.
 """
 import contextlib
 import json

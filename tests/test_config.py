@@ -39,7 +39,8 @@ class Fancy(Plain):
 @pytest.fixture
 def load(tmp_path):
     (tmp_path / 'script.py').write_text(SCRIPT, encoding='utf-8')
-    (tmp_path / 'base.py').write_text('import os\nsteps = 7\nname = "é"\nlayers = [3]\n_private = 1\n', encoding='utf-8')
+    (tmp_path / 'base.py').write_text('import os\nsteps = 7\nname = "é"\nlayers = [3]\n_private = 1\n',
+                                      encoding='utf-8')
     (tmp_path / 'written.py').write_text('steps = 1e3\nflag = 1\nlayers = 3\n', encoding='utf-8')
     (tmp_path / 'fancy.py').write_text("method = 'fancy'\nomega = (0.5, 0.5)\nrate = 2\n", encoding='utf-8')
 
@@ -55,15 +56,18 @@ DEFAULTS = dict(steps=100, rate=0.5, name='a', flag=False, layers=(1, 2), method
 @pytest.mark.parametrize('argv, changed, model', [
     ([], {}, {}),
     (['base.py'], dict(steps=7, name='é', layers=(3,)), {}),
-    (['--steps=9', 'base.py'], dict(steps=9, name='é', layers=(3,)), {}),  # the command line wins wherever it stands
+    # the command line wins wherever it stands
+    (['--steps=9', 'base.py'], dict(steps=9, name='é', layers=(3,)), {}),
     (['--steps=9', '--flag', '--rate=-1e-3'], dict(steps=9, flag=True, rate=-0.001), {}),
     (['--flag', 'base.py'], dict(flag=True, steps=7, name='é', layers=(3,)), {}),
     (['--flag=False', '--steps=1e3'], dict(steps=1000), {}),
     (['--flag=true', '--layers=4,5'], dict(flag=True, layers=(4, 5)), {}),
     (['--layers=', '--name='], dict(layers=(), name=''), {}),
     (['--layers=(3, 7)', '--name=x=y=z'], dict(layers=(3, 7), name='x=y=z'), {}),
-    (['--method=fancy', '--width=4', '--omega=0.25,0.75'], dict(method='fancy'), dict(width=4, omega=(0.25, 0.75))),
-    (['--method=fancy', '--omega=uniform', '--bubbles=False'], dict(method='fancy'), dict(omega='uniform', bubbles=False)),
+    (['--method=fancy', '--width=4', '--omega=0.25,0.75'], dict(method='fancy'),
+     dict(width=4, omega=(0.25, 0.75))),
+    (['--method=fancy', '--omega=uniform', '--bubbles=False'], dict(method='fancy'),
+     dict(omega='uniform', bubbles=False)),
     (['fancy.py'], dict(method='fancy', rate=2.0), dict(omega=(0.5, 0.5))),
     (['written.py'], dict(steps=1000, flag=True, layers=(3,)), {}),  # a file is read as the command line is
 ])
@@ -79,7 +83,8 @@ def test_help_prints_every_setting_with_its_comment(load, capsys):
         load('--help')
     assert stopped.value.code == 0
     out = capsys.readouterr().out
-    for line in ('--steps=100 ', 'how long', '--layers=1,2', '--width=8', 'how wide', '--omega=last', 'a name or numbers'):
+    for line in ('--steps=100 ', 'how long', '--layers=1,2', '--width=8', 'how wide', '--omega=last',
+                 'a name or numbers'):
         assert line in out
     assert out.count('--width') == 1
 
@@ -89,7 +94,8 @@ def test_every_setting_of_the_scripts_has_a_comment(script):
     """Read with Python's own parser: the plain values that stand before the first function."""
     path = os.path.join(ROOT, script)
     with open(path, encoding='utf-8') as f:
-        head = list(itertools.takewhile(lambda node: not isinstance(node, ast.FunctionDef), ast.parse(f.read()).body))
+        head = list(itertools.takewhile(lambda node: not isinstance(node, ast.FunctionDef),
+                                        ast.parse(f.read()).body))
     written = {node.targets[0].id: ast.literal_eval(node.value) for node in head
                if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.Tuple, ast.UnaryOp))}
     settings = config.script_settings(path)
@@ -98,10 +104,12 @@ def test_every_setting_of_the_scripts_has_a_comment(script):
     assert all(len(setting.comment) >= 5 for setting in settings.values()) and len(settings) >= 5
 
 
-@pytest.mark.parametrize('name', sorted(f for f in os.listdir(os.path.join(ROOT, 'config')) if f.endswith(('_small.py', '_from_gpt.py'))))
+@pytest.mark.parametrize('name', sorted(f for f in os.listdir(os.path.join(ROOT, 'config'))
+                                        if f.endswith(('_small.py', '_from_gpt.py'))))
 def test_every_config_file_loads_and_builds(name):
     methods = {m: entry[0] for m, entry in train.METHODS.items()}
-    settings, model_settings, _ = config.load(os.path.join(ROOT, 'train.py'), [os.path.join(ROOT, 'config', name)], methods)
+    settings, model_settings, _ = config.load(os.path.join(ROOT, 'train.py'), [os.path.join(ROOT, 'config', name)],
+                                              methods)
     methods[settings['method']](**model_settings)
     assert settings['out_dir'] == config.from_repository('out/' + name[:-3])
 
@@ -138,6 +146,7 @@ def test_paths_in_a_config_count_from_the_repository_those_given_from_here(tmp_p
     classes = {m: entry[0] for m, entry in train.METHODS.items()}
     settings, _, _ = config.load(train_py, [path], classes)
     assert settings['out_dir'] == os.path.join(ROOT, 'out/rim_small')
-    assert settings['init_from'] == os.path.join(ROOT, 'out/cot_small/ckpt.pt') and settings['dataset'] == 'gsm_toy'
+    assert settings['init_from'] == os.path.join(ROOT, 'out/cot_small/ckpt.pt')
+    assert settings['dataset'] == 'gsm_toy'
     settings, _, _ = config.load(train_py, [path, '--out_dir=out/mine', '--init_from=scratch'], classes)
     assert settings['out_dir'] == 'out/mine' and settings['init_from'] == 'scratch'

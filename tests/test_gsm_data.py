@@ -22,20 +22,22 @@ def prepare(tmp_path, monkeypatch):
     """prepare(name, *args): run data/<name>/prepare.py into tmp_path and return (splits, left out, tokenizer)."""
     def prepare(name, *args):
         written = []
-        monkeypatch.setattr(records, 'write_record_dataset', lambda folder, splits, tokenizer, source, left_out=None:
-                            written.append((splits, left_out, tokenizer)))
+
+        def write(folder, splits, tokenizer, source, left_out=None):
+            written.append((splits, left_out, tokenizer))
+        monkeypatch.setattr(records, 'write_record_dataset', write)
         runpy.run_path(os.path.join(data.ROOT, name, 'prepare.py'))['main'](list(args))
         return written[0]
     return prepare
 
 
 @pytest.mark.parametrize('text, value', [
-    ('1,234', '1234'), ('-3', '-3'), ('3.0', '3'), ('$5', '5'), ('-$5', '-5'), (' 72\n', '72'), ('.5', '0.5'), ('10.', '10'),
-    ('25%', '25'), ('12,345,678.50', '12345678.5'), ('+4', '4'), ('\u22127', '-7'), ('1 000', '1000'),
-    ('00', '0'), ('-0', '0'), ('50%.', '50'), ('5 %', '5'), ('5\u00a0%.', '5'), ('1\u00a0000', '1000'),
-    ('1\u202f234\u2009567.5', '1234567.5'), ('\u20137', '-7'), ('$\u20137', '-7'), ('\u2014$7', '-7'),
-    ('1e5', '100000'), ('1.5E-2', '0.015'), ('-2e+3', '-2000'), ('1/2', '0.5'), ('-3/4.', '-0.75'),
-    ('1,000/8', '125'), ('1.5/-.5', '-3'), ('0/5', '0'), ('1e\u22122', '0.01')])
+    ('1,234', '1234'), ('-3', '-3'), ('3.0', '3'), ('$5', '5'), ('-$5', '-5'), (' 72\n', '72'), ('.5', '0.5'),
+    ('10.', '10'), ('25%', '25'), ('12,345,678.50', '12345678.5'), ('+4', '4'), ('\u22127', '-7'),
+    ('1 000', '1000'), ('00', '0'), ('-0', '0'), ('50%.', '50'), ('5 %', '5'), ('5\u00a0%.', '5'),
+    ('1\u00a0000', '1000'), ('1\u202f234\u2009567.5', '1234567.5'), ('\u20137', '-7'), ('$\u20137', '-7'),
+    ('\u2014$7', '-7'), ('1e5', '100000'), ('1.5E-2', '0.015'), ('-2e+3', '-2000'), ('1/2', '0.5'),
+    ('-3/4.', '-0.75'), ('1,000/8', '125'), ('1.5/-.5', '-3'), ('0/5', '0'), ('1e\u22122', '0.01')])
 def test_numbers_are_compared_as_numbers(text, value):
     assert records.parse_number(text) == Decimal(value)
 
@@ -103,19 +105,24 @@ def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
             zero_steps[len(steps), turns[:len(steps)].count('0')] += split == 'train'
     long = {split: {case for case in cases[split] if case[4] != '0'} for split in cases}  # four turns or more
     assert not long['train'] & (long['val'] | long['test'])
-    assert Counter(6 - case[1:].count('0') for case in long['train']) == {4: 36, 5: 72, 6: 144}  # three of four each
-    assert cases['train'] - long['train'] == cases['test'] - long['test'] and len(cases['test'] - long['test']) == 42
+    # three of four each
+    assert Counter(6 - case[1:].count('0') for case in long['train']) == {4: 36, 5: 72, 6: 144}
+    assert cases['train'] - long['train'] == cases['test'] - long['test']
+    assert len(cases['test'] - long['test']) == 42
     assert set(''.join(questions['test'])) | set('\n=+') <= set(tokenizer['chars'])
     assert Counter(len(steps) for _, steps, _ in splits['test']) == dict.fromkeys(range(1, 7), 200)
     lengths = Counter(len(steps) for _, steps, _ in splits['train'])
     assert [lengths[n] / 720 for n in range(1, 7)] == pytest.approx([1, 3, 6, 15, 30, 45], abs=0.5)  # percent
     for steps, shares in [(4, [1, 0, 0, 0]), (5, [0.6, 0.4, 0, 0]), (6, [0.6, 0.2, 0.2, 0])]:
         assert [zero_steps[steps, n] / lengths[steps] for n in range(4)] == pytest.approx(shares, abs=0.03)
-    assert len({re.sub(r'\d', '', question) for question in questions['test']}) > 100  # templates, names and things
+    # templates, names and things
+    assert len({re.sub(r'\d', '', question) for question in questions['test']}) > 100
 
 
-GSM8K = [{'question': 'A robe takes 2 bolts.', 'answer': 'It takes 2/2=<<2/2=1>>1 bolt\nSo 2+1=<<2+1=3>>3 bolts\n#### 3'},
-         {'question': 'Profit?', 'answer': 'He pays $<<80,000 + 50000=130000>>130,000.\nSo $<<.5*$10=5.0>>5\n#### 70,000'},
+GSM8K = [{'question': 'A robe takes 2 bolts.',
+          'answer': 'It takes 2/2=<<2/2=1>>1 bolt\nSo 2+1=<<2+1=3>>3 bolts\n#### 3'},
+         {'question': 'Profit?',
+          'answer': 'He pays $<<80,000 + 50000=130000>>130,000.\nSo $<<.5*$10=5.0>>5\n#### 70,000'},
          {'question': 'Degrees?', 'answer': 'It falls by <<4-7=-3>>3.\n#### -3'},
          {'question': 'Unmarked?', 'answer': 'It is 5.\n#### 5'},
          {'question': 'Not a number?', 'answer': '<<1+1=2>>\n#### two'},
@@ -126,7 +133,8 @@ def test_gsm8k_marks_become_steps(prepare, tmp_path):
     for split, rows in (('train', GSM8K * 2), ('test', GSM8K)):
         write_file(str(tmp_path / f'{split}.jsonl'), ''.join(json.dumps(row) + '\n' for row in rows))
     splits, left_out, tokenizer = prepare('gsm8k', f'--input={tmp_path}', '--val_rows=2')
-    right = [('A robe takes 2 bolts.', ['2/2=1', '2+1=3'], '3'), ('Profit?', ['80000+50000=130000', '.5*10=5.0'], '70000'),
+    right = [('A robe takes 2 bolts.', ['2/2=1', '2+1=3'], '3'),
+             ('Profit?', ['80000+50000=130000', '.5*10=5.0'], '70000'),
              ('Degrees?', ['4-7=-3'], '-3')]
     assert splits == {'train': right + right[:1], 'val': right[1:], 'test': right + [('Unmarked?', [], '5')]}
     assert left_out == {'train: no step is marked': 2, 'train: the answer is not a number': 2,
@@ -158,7 +166,8 @@ def test_a_download_that_breaks_off_is_named(prepare, monkeypatch):
 
 
 def test_gsm8k_aug_as_text_and_as_json(prepare, tmp_path):
-    lines = ['How much?||<<16-3-4=9>> <<9*2=18>> #### 18', 'Cost?||<<600*30/100=180>> #### 1,180', 'None?|| #### 6']
+    lines = ['How much?||<<16-3-4=9>> <<9*2=18>> #### 18', 'Cost?||<<600*30/100=180>> #### 1,180',
+             'None?|| #### 6']
     for split in ('train', 'valid', 'test'):
         write_file(str(tmp_path / f'{split}.txt'), '\n'.join(lines) + '\n')
     right = [('How much?', ['16-3-4=9', '9*2=18'], '18'), ('Cost?', ['600*30/100=180'], '1180')]
@@ -170,7 +179,8 @@ def test_gsm8k_aug_as_text_and_as_json(prepare, tmp_path):
     write_file(str(tmp_path / 'valid.json'), ''.join(json.dumps(e) + '\n' for e in entries))
     splits = prepare('gsm8k_aug', f'--input={tmp_path}')[0]
     assert splits['train'] == right == splits['val']
-    write_file(str(tmp_path / 'train.json'), json.dumps([{**e, 'steps': [s.strip('<>') for s in e['steps']]} for e in entries]))
+    write_file(str(tmp_path / 'train.json'),
+               json.dumps([{**e, 'steps': [s.strip('<>') for s in e['steps']]} for e in entries]))
     assert prepare('gsm8k_aug', f'--input={tmp_path}')[0]['train'] == right
     os.remove(tmp_path / 'train.json')
     os.remove(tmp_path / 'train.txt')
@@ -206,9 +216,11 @@ def test_a_record_data_set_is_written_whole_and_read_back(tmp_path, capsys):
     rows = [('1 + 1?\u2028', ['1+1=2'], '2'), ('2+1+1?', ['2+1=3', '3+1=4'], '4')]
     chars = sorted(set('1234+=? \u2028\n'))
     spec = {'kind': 'char', 'chars': chars}
-    records.write_record_dataset(str(tmp_path), {'train': rows, 'val': rows[:1], 'test': rows[1:]}, spec, 'a test', {'why': 3})
+    records.write_record_dataset(str(tmp_path), {'train': rows, 'val': rows[:1], 'test': rows[1:]}, spec, 'a test',
+                                 {'why': 3})
     meta = data.read_meta(str(tmp_path))
-    assert (meta['kind'], meta['train_rows'], meta['train_steps'], meta['vocab_size']) == ('records', 2, 3, len(chars) + 4)
+    assert (meta['kind'], meta['train_rows'], meta['train_steps']) == ('records', 2, 3)
+    assert meta['vocab_size'] == len(chars) + 4
     assert [tuple(r[:3]) for r in records.read_records(str(tmp_path / 'train.jsonl'))] == rows
     out = capsys.readouterr().out
     assert 'rows by number of steps: 1: 1, 2: 1' in out and 'left out: 3 rows, why' in out

@@ -21,25 +21,22 @@ from config import UserError, machine
 from config.checkpoint import load_checkpoint, save_checkpoint
 from data import records
 from model import GPTConfig
-from conftest import METHOD_SETTINGS, ROOT, arguments, read_log, write_records
+from conftest import METHOD_SETTINGS, ROOT, arguments, read_log, start_training, write_records
 from data.text import TextBatches
 
 LONG = bool(os.environ.get('LONG_TESTS'))
 
 
 @pytest.fixture
-def command(tmp_path, dataset):
-    """command(**settings): the command line of a tiny run whose checkpoints are large enough to be hit while written."""
-    def command(**settings):
-        large = dict(dataset=dataset, n_layer=2, n_embd=128, batch_size=2, max_iters=100_000, eval_rows=2, threads=1,
+def start(tmp_path, dataset):
+    """start(**settings): a process with a tiny run whose checkpoints are large enough to be hit while written;
+    what it prints is in tmp_path/output."""
+    def start(**settings):
+        large = dict(dataset=dataset, n_layer=2, n_embd=128, batch_size=2, max_iters=100_000, eval_rows=2,
+                     threads=1,
                      out_dir=tmp_path / 'run', init_from='auto')
-        return [sys.executable, 'train.py', *arguments(**{**large, **settings})]
-    return command
-
-
-def start(command, **how):
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how,
-                            env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'})
+        return start_training(arguments(**{**large, **settings}), tmp_path / 'output')
+    return start
 
 
 def wait_for(path, seconds=60):
@@ -49,50 +46,53 @@ def wait_for(path, seconds=60):
         time.sleep(0.01)
 
 
-def test_kill_at_any_moment_leaves_a_loadable_checkpoint(command, tmp_path):
+def test_kill_at_any_moment_leaves_a_loadable_checkpoint(start, tmp_path):
     """The run saves at every other step, so most kills hit a save or stand right beside one."""
     dice, path, reached = random.Random(1), str(tmp_path / 'run' / 'ckpt.pt'), -1
     for _ in range(200 if LONG else 4):
-        run = start(command())
+        run = start()
         wait_for(path)
         before = os.stat(path).st_mtime_ns
-        while os.stat(path).st_mtime_ns == before and run.poll() is None:  # it has begun to train and to save
+        while os.stat(path).st_mtime_ns == before and run.is_alive():  # it has begun to train and to save
             time.sleep(0.005)
         time.sleep(dice.random() * 0.5)
         run.kill()
-        output = run.communicate()[0]
+        run.join()
+        output = (tmp_path / 'output').read_text()
         checkpoint = load_checkpoint(path)
         train.build_model(checkpoint)
         assert checkpoint['step'] >= reached, output  # nothing that was saved is lost
         reached = checkpoint['step']
     assert reached > 2
     # the log goes on over all these kills without a hole and without an entry twice
-    finished = start(command(max_iters=reached + 5))
-    assert finished.wait(60) == 0, finished.communicate()[0]
+    finished = start(max_iters=reached + 5)
+    finished.join(60)
+    assert finished.exitcode == 0, (tmp_path / 'output').read_text()
     entries = [(e['iter'], 'val_loss' in e) for e in read_log(tmp_path / 'run')]
     assert entries == sorted(set(entries)) and {i for i, val in entries if not val} == set(range(1, reached + 6))
     assert {i for i, val in entries if val} == {*range(0, reached + 6, 2), reached + 5}
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_step_and_saves(command, tmp_path, number):
-    run = start(command(eval_interval=10 ** 6))
+def test_a_signal_finishes_the_step_and_saves(start, tmp_path, number):
+    run = start(eval_interval=10 ** 6)
     wait_for(tmp_path / 'run' / 'best.pt')
     time.sleep(0.3)
-    run.send_signal(number)
-    output = run.communicate(timeout=60)[0]
-    assert run.returncode == 0 and '--init_from=resume' in output
+    os.kill(run.pid, number)
+    run.join(60)
+    output = (tmp_path / 'output').read_text()
+    assert run.exitcode == 0 and '--init_from=resume' in output
     step = int(re.search(r'after step (\d+)', output)[1])
     assert load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))['step'] == step > 0
 
 
-def test_one_run_a_folder(command, run, tmp_path, monkeypatch, capsys):
-    first = start(command())
+def test_one_run_a_folder(start, run, tmp_path, monkeypatch, capsys):
+    first = start()
     wait_for(tmp_path / 'run' / 'log.jsonl')
     with pytest.raises(UserError, match='another run is writing there'):
         run(overwrite=True)
     first.kill()  # however a run ends, the folder is free again
-    first.wait()
+    first.join()
     (tmp_path / 'run' / 'ckpt.pt.123.tmp').touch()  # it was killed while it wrote
     run(overwrite=True)
     assert sorted(os.listdir(tmp_path / 'run')) == ['.lock', 'best.pt', 'ckpt.pt', 'log.jsonl']
@@ -138,7 +138,8 @@ def test_a_full_disk_keeps_the_old_file(run, tmp_path, monkeypatch):
         save_checkpoint(str(path), {'new': 1})
     assert path.read_bytes() == before
     assert not list(path.parent.glob('*.tmp'))  # it would keep the disk full
-    with pytest.raises(UserError, match='cannot write'):  # a folder that is not there stands for one that is read-only
+    # a folder that is not there stands for one that is read-only
+    with pytest.raises(UserError, match='cannot write'):
         save_checkpoint(str(tmp_path / 'nowhere' / 'ckpt.pt'), {})
 
 
@@ -173,7 +174,8 @@ def test_what_may_change_on_resume(run, capsys, settings):
     capsys.readouterr()
     assert run(**again, max_iters=6, eval_interval=3, batch_size=2, grad_accum=2)['step'] == 6
     said = capsys.readouterr().out
-    for part in ('max_iters = 6 (was 4)', 'eval_interval = 3 (was 2)', 'batch_size = 2 (was 4)', 'grad_accum = 2 (was 1)'):
+    for part in ('max_iters = 6 (was 4)', 'eval_interval = 3 (was 2)', 'batch_size = 2 (was 4)',
+                 'grad_accum = 2 (was 1)'):
         assert part in said
 
 
@@ -181,7 +183,8 @@ def test_resume_needs_only_the_folder(run, tmp_path):
     run(method='thoughtbubbles', seed=9, max_iters=4)
     train.main(['--init_from=resume', f'--out_dir={tmp_path / "run"}', '--max_iters=5'])
     checkpoint = load_checkpoint(str(tmp_path / 'run' / 'ckpt.pt'))
-    assert checkpoint['step'] == 5 and checkpoint['settings']['seed'] == 9 and checkpoint['method'] == 'thoughtbubbles'
+    assert checkpoint['step'] == 5 and checkpoint['settings']['seed'] == 9
+    assert checkpoint['method'] == 'thoughtbubbles'
 
 
 def test_the_best_loss_never_gets_worse(run, tmp_path, monkeypatch):
@@ -194,7 +197,8 @@ def test_the_best_loss_never_gets_worse(run, tmp_path, monkeypatch):
         best = load_checkpoint(str(tmp_path / 'run' / 'best.pt'))
         assert (best['step'], best['best_val_loss'], last['best_val_loss']) == (best_step, best_loss, best_loss)
         assert last['step'] == its and not torch.equal(best['model']['wte.weight'], last['model']['wte.weight'])
-    assert [e['val_loss'] for e in read_log(tmp_path / 'run') if 'val_loss' in e] == [3.0, 1.5, 2.0, 2.5, 1.0, 1.25]
+    assert [e['val_loss'] for e in read_log(tmp_path / 'run') if 'val_loss' in e] == [3.0, 1.5, 2.0, 2.5, 1.0,
+                                                                                      1.25]
 
 
 def test_half_precision_overflow_is_no_divergence(run, tmp_path, monkeypatch):
@@ -240,14 +244,16 @@ def test_a_best_loss_that_the_checkpoint_does_not_know_is_kept(run, tmp_path):
     """Killed right after the evaluation of step 4: best.pt is newer than what ckpt.pt knows."""
     run(max_iters=4)
     best = load_checkpoint(str(tmp_path / 'run' / 'best.pt'))
-    save_checkpoint(str(tmp_path / 'run' / 'best.pt'), {**best, 'best_val_loss': 0.5})  # the rest of the run cannot beat it
+    # the rest of the run cannot beat it
+    save_checkpoint(str(tmp_path / 'run' / 'best.pt'), {**best, 'best_val_loss': 0.5})
     resumed = run(max_iters=5, init_from='resume', eval_interval=100)
     assert resumed['best_val_loss'] == 0.5
     assert load_checkpoint(str(tmp_path / 'run' / 'best.pt'))['step'] == best['step']
 
 
 def test_a_stage_leaves_its_last_and_its_best_model(run, tmp_path):
-    settings = dict(method='rim', dataset=write_records(tmp_path / 'records'), block_size=48, n_blocks=2, stage2_iters=3)
+    settings = dict(method='rim', dataset=write_records(tmp_path / 'records'), block_size=48, n_blocks=2,
+                    stage2_iters=3)
     run(max_iters=3, **settings)
     assert {'stage1.pt', 'stage1_best.pt', 'best.pt'} <= set(os.listdir(tmp_path / 'run'))
     run(max_iters=3, overwrite=True, train_on='sft', **settings)
@@ -383,9 +389,11 @@ def test_devices_are_chosen_or_refused_with_the_reason(monkeypatch):
 
 def test_a_terminal_without_unicode(tmp_path):
     """Non-ASCII text under LC_ALL=C: a '?' on the screen, not a crash."""
-    environment = {**os.environ, 'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0', 'PYTHONIOENCODING': ''}
+    environment = {**os.environ, 'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0',
+                   'PYTHONIOENCODING': ''}
     (tmp_path / 'my.txt').write_text('\u00e9\u03b1\u6f22\n' * 100, encoding='utf-8')
-    done = subprocess.run([sys.executable, 'train.py', f'--dataset={tmp_path / "my.txt"}', f'--out_dir={tmp_path / "run"}', '--max_iters=1',
+    done = subprocess.run([sys.executable, 'train.py', f'--dataset={tmp_path / "my.txt"}',
+                           f'--out_dir={tmp_path / "run"}', '--max_iters=1',
                            '--n_layer=1', '--n_embd=8', '--n_head=2', '--block_size=8', '--threads=1'],
                           cwd=ROOT, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -4,9 +4,8 @@ Ann's dial is at 1, turns 4 5 0 0 0 0. Where?   steps 4+1=2, 5+2=1              
 A lock shows 0, turns 5 4 4 5 0 0. It is?       steps 5+0=2, 4+2=0, 4+0=1, 5+1=0, 0+0=0     answer 0
 
 After 2 comes 0 again, and each turn moves the dial by one or two digits: who leaves out a turn knows little. Every
-problem tells six turns, so they stand where a small model finds them; the last ones may be 0. Most training
-problems are long: each teaches the first step, only these the last ones, and the few short cases are soon known by
-heart.
+problem tells six turns, so they stand where a small model finds them; the last may be 0. Most training problems
+are long: each teaches the first step, only these the last ones, and the few short cases are soon known by heart.
 
 No question occurs in two of train, val and test, and from four turns on no case does: a quarter of each length is
 left to val and test, so that an answer there has to be worked out. data/README.md says why the steps look so.
