@@ -82,7 +82,8 @@ def check_memory(model, batch_size, device, dtype):
     need = batch_size * sum(model.row_lengths()[0]) * 16 * model.config.n_embd * (4 if dtype == 'float32' else 2)
     if need > have:
         raise UserError(f'batch_size = {batch_size} rows of {model.config.row_size} positions: a step needs about '
-                        f'{need / 1e9:.0f} GB or more, {device} has {have / 1e9:.0f} GB: fewer or shorter rows fit')
+                        f'{need / 1e9:.0f} GB or more, {device} has {have / 1e9:.0f} GB: fewer or shorter '
+                        'rows fit')
 
 
 def peak_flops(device):
