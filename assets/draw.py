@@ -131,7 +131,7 @@ def slots(model, tokenizer):
     for x, frame, note in [(0, 'thick', 'answers, and with what'), (492, 'faint dashed', 'a pause not needed'),
                            (196, '', "fill: P(don't know), a pause above 1/2")]:
         key += [box(LEFT + x, 18, 20, 20, 'frame ' + frame), words(LEFT + x + 28, 32, note, 'start')]
-    return picture('Catch Your Breath: the slots of a sentence', 96 + row * W, [*key, *parts])
+    return picture('Catch Your Breath: the slots of a sentence', 84 + row * W, [*key, *parts])
 
 
 def memory(model, first_stage, tokenizer, record):

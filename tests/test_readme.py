@@ -13,14 +13,13 @@ import eval as evaluation
 import sample
 import train
 from data import records
-from data.text import write_text_dataset
+from conftest import ROOT, write_text
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 READMES = ['README.md', 'config/README.md', 'data/README.md', 'tests/README.md']
-CANNOT_RUN = re.compile(r'\d+ GPUs|several machines|needs the network')  # a comment that begins so marks such a command
+CANNOT_RUN = re.compile(r'\d+ GPUs|several machines|needs the network')  # how the comment of such a command begins
 TINY = {
-    'train.py': dict(max_iters=2, eval_interval=2, eval_rows=2, batch_size=2, warmup_iters=0, n_layer=3, n_head=2, n_embd=8,
-                     device='cpu', threads=1),
+    'train.py': dict(max_iters=2, eval_interval=2, eval_rows=2, batch_size=2, warmup_iters=0, n_layer=3, n_head=2,
+                     n_embd=8, device='cpu', threads=1),
     'sample.py': dict(max_new_tokens=8),
     'eval.py': dict(eval_rows=4, slow_rows=2),
     'assets/draw.py': {},
@@ -74,7 +73,7 @@ def run(tmp_path, monkeypatch):
     for name in ('config', 'assets'):
         (tmp_path / name).symlink_to(os.path.join(ROOT, name))
     text = ''.join(f'ROMEO:\nBut, soft! what light is {i}?\n' for i in range(60))
-    write_text_dataset(str(tmp_path / 'shakespeare_char'), text, {'kind': 'char', 'chars': sorted(set(text))}, 'a test')
+    write_text(tmp_path / 'shakespeare_char', text)
     (tmp_path / 'path' / 'to').mkdir(parents=True)
     (tmp_path / 'path' / 'to' / 'my.txt').write_text(text, encoding='utf-8')
     make_problem = runpy.run_path(os.path.join(ROOT, 'data', 'gsm_toy', 'prepare.py'))['make_problem']
@@ -92,7 +91,8 @@ def run(tmp_path, monkeypatch):
             tiny = dict(max_iters=3)
         elif script == 'train.py' and settings['dataset'] == 'gsm_toy':
             tiny['block_size'] = 100
-            tiny.update(stage2_iters=2) if settings['init_from'] != 'scratch' else None
+            if settings['init_from'] != 'scratch':
+                tiny['stage2_iters'] = 2
         elif script == 'train.py':
             tiny['block_size'] = 16
         if settings.get('dataset') in ('shakespeare_char', 'gsm_toy') and settings.get('init_from') != 'resume':
@@ -126,7 +126,8 @@ def test_every_command_of_the_lesson_runs_as_written_and_in_this_order(run, tmp_
 def test_every_command_is_made_of_settings_that_there_are(name, monkeypatch):
     monkeypatch.setitem(train.METHODS, 'looped', train.METHODS['gpt'])
     monkeypatch.chdir(ROOT)
-    for words, _ in (command for language, code in code_blocks(name) if language == 'sh' for command in commands(code)):
+    shell = ''.join(code for language, code in code_blocks(name) if language == 'sh')
+    for words, _ in commands(shell):
         command = script_and_arguments(words)
         if command:
             load_settings(*command)
