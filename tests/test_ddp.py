@@ -55,15 +55,18 @@ def test_processes_compute_what_one_would(command, tmp_path):
 
 
 def test_what_goes_wrong_in_one_process_ends_all(command, tmp_path):
-    status, output = torchrun(2, 'train.py', *command('odd', grad_accum=3))
-    assert status == 1 and output.count('grad_accum = 3 micro-batches cannot be shared out over 2 processes') == 1
-    # preparing data takes longer than the processes wait for each other in a step
+    """First what is wrong in all of them, said once; then an error in one, where preparing the data takes longer than
+    the processes wait for each other in a step."""
     driver = tmp_path / 'fails.py'
     driver.write_text(f'''
 import datetime, functools, os, sys, time
 sys.path.insert(0, {ROOT!r})
 import config, data, train
 import torch.distributed as dist
+try:
+    train.main([*sys.argv[1:], '--grad_accum=3'])
+except config.UserError as e:
+    config.complain(f'error: {{e}}')
 draw = train.TextBatches.train_batch
 def fail_on_rank_1(self, stage, it, rows):
     if it == 3 and os.environ['RANK'] == '1':
@@ -75,5 +78,6 @@ data.ensure_prepared = lambda *_, **__: time.sleep(8)
 config.launch(train.main)
 ''', encoding='utf-8')
     status, output = torchrun(2, str(driver), *command('fails'))
+    assert output.count('error: grad_accum = 3 micro-batches cannot be shared out over 2 processes') == 1
     assert status == 1 and 'error: train.bin vanished on this rank' in output and 'step 0: val loss' in output
     assert 'connection to another process of this run broke' in output and '[rank0]: Traceback' not in output
