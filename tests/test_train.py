@@ -1,5 +1,4 @@
 """The loop: exact batches, exact resume, whole checkpoints, and one clear line for what is wrong."""
-import json
 import math
 import os
 import re
@@ -16,7 +15,7 @@ import sample
 import train
 from config import UserError
 from config.checkpoint import load_checkpoint
-from conftest import METHOD_SETTINGS, ROOT, read_log, write_text
+from conftest import METHOD_SETTINGS, read_log, write_text
 from data.text import TextBatches
 from model import GPT, GPTConfig
 
