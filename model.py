@@ -206,7 +206,7 @@ class Block(nn.Module):
 
 
 class LoRALinear(nn.Linear):
-    """weight + 2 B A, of which the weight is frozen (arXiv 2106.09685)."""
+    """weight + 2 B A, of which the weight is frozen (arXiv 2106.09685). A stored sum would go stale."""
 
     def __init__(self, linear, rank):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
