@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import config
-from config.machine import choose_device, set_threads
+from config.machine import choose_device, flops_per_token, set_threads
 from model import GPT, GPTConfig
 from train import METHODS
 
@@ -79,7 +79,7 @@ def compare_steps(cases):
     base = None
     print(f'{"training step":32s}       ms       MB   time x  memory x  FLOPs x  time/FLOPs  mem/FLOPs')
     for name, model, step in built:
-        now = statistics.median(times[name]), peak_memory(step), model.flops_per_token() * model.config.block_size
+        now = statistics.median(times[name]), peak_memory(step), flops_per_token(model) * model.config.block_size
         base = base or now
         time_x, memory_x, flops_x = (a / b for a, b in zip(now, base))
         print(f'{name:32s} {now[0] * 1e3:8.1f} {now[1] / 1e6:8.1f} {time_x:8.2f} {memory_x:9.2f} {flops_x:8.2f} '

@@ -121,6 +121,9 @@ class CYB(GPT):
         x = super().token_vectors(idx.masked_fill(idx >= V, 0))
         return torch.where((idx >= V)[..., None], self.pauses[(idx - V).clamp(min=0)], x)
 
+    def token_index(self, positions):
+        return positions // (self.config.W if self.config.see_pauses else 1)
+
     def slot_outputs(self, ids, index, slot, pad=None, cache=None):
         """Slots `slot` (0...W-1) of a row's tokens `index`, with their ids, (B,S) each -> the last block's
         output (B,S,C). Positions run on over the slots; where pauses stay unseen, a token has a plain GPT's and
@@ -257,6 +260,9 @@ class CYB(GPT):
         if plain and 'wpe.weight' in state and self.config.see_pauses:  # a token's slots start where it was
             state = {**state, 'wpe.weight': state['wpe.weight'].repeat_interleave(self.config.W, dim=0)}
         new = super().load_pretrained(state)
+        if 'pauses' in new:  # at the scale of the other inputs
+            tokens = torch.arange(self.config.vocab_size, device=self.wte.weight.device)
+            self.pauses *= super().token_vectors(tokens).std() / self.pauses.std()
         if 'dont_know.weight' in new:
             # k = mean(z) + log V + logit(d_init), and logsumexp(z) >= mean(z) + log V at any scale: d <= d_init
             self.dont_know.weight.copy_(self.lm_head.weight.mean(dim=0, keepdim=True))

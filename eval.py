@@ -26,6 +26,7 @@ from train import METHODS
 
 out_dir = 'out/run'  # the run whose checkpoint is read
 checkpoint = ''  # a checkpoint's path or a run's folder instead, such as out/run/best.pt
+init_from = ''  # a published model instead: gpt2, org/name on the Hugging Face hub, or a folder
 dataset = ''  # the data set whose validation rows are read, empty: the one that the model was trained on
 output = ''  # where to write, without ending; empty: eval beside ckpt.pt, stage1_eval beside stage1.pt
 eval_rows = 512  # validation rows; records: as many test questions
@@ -354,17 +355,15 @@ def main(argv):
     config.check_range(settings, 'eval_rows slow_rows batch_size')
     config.check_range(settings, 'seed', 0, 2 ** 63)
     set_threads(threads)
-    path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
+    path, saved, model = open_model(init_from or checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
     if (n_mem or beside) and saved['meta']['kind'] != 'records':
         raise UserError(f'n_mem, beside: {path} is a {saved["method"]} model, they are for models of records')
 
     # the data: those that the model was trained on, unless others are named
     name = dataset or saved['settings'].get('dataset')
     data.ensure_prepared(name, given=bool(dataset))
-    meta = data.read_meta(name)
-    if meta['tokenizer'] != saved['meta']['tokenizer']:
-        raise UserError(f'dataset = {name!r}: its tokenizer is not the one that {path} was trained with')
-    batches = METHODS[saved['method']][2](name, meta, model.config, seed, eval_rows, batch_size)
+    rows_of, meta = data.read_with(name, saved['meta']['tokenizer'], given=bool(dataset))
+    batches = METHODS[saved['method']][2](rows_of, meta, model.config, seed, eval_rows, batch_size)
     stage = model.config.stages(1, 0.0, 1)[-1]  # validation rows as in the last stage
 
     def rows(n):
@@ -389,7 +388,9 @@ def main(argv):
     print_numbers(numbers, unit)
     stem = os.path.splitext(path)[0]
     name_of_file = 'eval' if os.path.basename(stem) == 'ckpt' else os.path.basename(stem) + '_eval'
-    target = output or os.path.join(os.path.dirname(path), name_of_file)
+    folder = os.path.dirname(path) if saved['settings'] else 'out'  # nothing is written beside a published model
+    target = output or os.path.join(folder, name_of_file)
+    os.makedirs(os.path.dirname(target) or '.', exist_ok=True)
     about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
              'unit of loss': unit, 'model_config': saved['model_config']}
     write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))

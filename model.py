@@ -16,6 +16,7 @@ A method is a config class, a model class and a source of batches. This is all t
              load_pretrained  another model's weights -> this one
              row_lengths      positions that each block computes, for the cost
              report           what a finished run shows
+             token_index      positions -> the tokens that they belong to, where attention has a window
     batches  train_batch      (stage, iteration, rows) -> tensors for forward
              val_batch        (stage, rows) -> the same for validation
              epoch_iters      iterations in a pass over the data
@@ -28,16 +29,17 @@ import contextlib
 import math
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from config import UserError, check_range
+from config import UserError, check_choice, check_range
+from config.checkpoint import copy_weights
+from config.lora import add_adapters
 
 GREEDY = 1e-6  # below this temperature the likeliest token is taken: dividing by it might overflow
-LORA_SCALE = 2.0  # alpha / rank
-TOKEN_ROWS = ('wte.weight', 'lm_head.weight')  # a row per token of the vocabulary; mostly the same tensor
 
 Stage = namedtuple('Stage', 'name first iters peak_lr dropout')  # first: the iteration that it begins with
 
@@ -54,26 +56,62 @@ class GPTConfig:
     learned_positions: bool = False  # GPT-2's absolute position embeddings instead of rotary positions
     rope_base: float = 10000.0  # longest rotary wavelength / 2 pi
     tie_weights: bool = True  # input embedding and output head share one matrix
+    # what published models have in addition; config/pretrained.py sets it
+    n_kv_head: int = 0  # key/value heads, each shared by n_head / n_kv_head query heads; 0 = n_head
+    head_dim: int = 0  # width of a head, 0 = n_embd / n_head
+    n_hidden: int = 0  # width inside the MLP, 0 = 4 n_embd
+    activation: str = 'gelu'  # in the MLP: gelu | gelu_tanh | silu
+    gated: bool = False  # MLP: activation(gate) * up in place of activation(up)
+    rms_norm: bool = False  # RMSNorm in place of LayerNorm
+    norm_eps: float = 1e-5  # added to the variance in a norm
+    qk_norm: bool = False  # norms of queries and keys (Gemma 3)
+    second_norms: bool = False  # norms of what attention and MLP say, too (Gemma 3)
+    scale_embedding: bool = False  # embeddings times sqrt(n_embd) (Gemma)
+    rope_frequencies: tuple = ()  # radians per position, where they are not rope_base^(-2i/D), i < D/2 (Llama 3)
+    local_layers: tuple = ()  # blocks, counted from 0, whose attention reaches back `window` tokens (Gemma 3)
+    window: int = 0  # of local_layers, the token itself included
+    local_rope_base: float = 10000.0  # their rope_base
     lora_rank: int = 0  # above 0: the core stays as it is, but for adapters of this rank
 
-    shape = ('n_layer', 'n_head', 'n_embd', 'bias', 'learned_positions', 'rope_base', 'tie_weights')
+    shape = ('n_layer', 'n_head', 'n_embd', 'bias', 'learned_positions', 'rope_base', 'tie_weights', 'n_kv_head',
+             'head_dim', 'n_hidden', 'activation', 'gated', 'rms_norm', 'norm_eps', 'qk_norm', 'second_norms',
+             'scale_embedding', 'rope_frequencies', 'local_layers', 'window', 'local_rope_base')
 
     def __post_init__(self):
         check_range(vars(self), 'block_size n_layer n_head n_embd')
         check_range(vars(self), 'dropout', 0, 1)
+        check_range(vars(self), 'n_kv_head head_dim n_hidden window norm_eps', 0)
+        check_choice(vars(self), 'activation', 'gelu gelu_tanh silu')
+        for wrong, name, expected in [
+                (self.n_head % self.kv_heads, 'n_kv_head', f'n_head = {self.n_head} is not a multiple of it'),
+                (self.head_dim % 2, 'head_dim', 'rotary positions turn pairs of channels: give an even number'),
+                (not {*self.local_layers} <= {*range(self.n_layer)}, 'local_layers', 'give blocks, counted from 0'),
+                (self.local_layers and not self.window, 'window', 'local_layers need at least 1'),
+                (self.rope_base <= 1, 'rope_base', 'must be above 1'),
+                (self.local_rope_base <= 1, 'local_rope_base', 'must be above 1'),
+                (len(self.rope_frequencies) not in (0, self.head_width // 2), 'rope_frequencies',
+                 f'give {self.head_width // 2}')]:
+            if wrong:
+                raise UserError(f'{name} = {getattr(self, name)}: {expected}')
         step = self.n_head * (1 if self.learned_positions else 2)  # rotary positions turn pairs of channels
-        if self.n_embd % step:
+        if self.n_embd % step and not self.head_dim:
             raise UserError(f'n_embd = {self.n_embd} is not divisible by n_head = {self.n_head}'
                             + ('' if self.learned_positions else ' into heads of even width')
                             + f': try n_embd = {max(step, self.n_embd // step * step)}')
-        if self.rope_base <= 1:
-            raise UserError(f'rope_base = {self.rope_base}: must be above 1')
         if not 0 <= self.lora_rank <= self.n_embd:
             raise UserError(f'lora_rank = {self.lora_rank}: must be from 0 to n_embd = {self.n_embd}')
 
     @property
     def row_size(self):
         return self.block_size
+
+    @property
+    def head_width(self):
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self):
+        return self.n_kv_head or self.n_head
 
     def stages(self, max_iters, learning_rate, epoch_iters):
         return [Stage('train', 0, max_iters, learning_rate, self.dropout)]
@@ -119,6 +157,11 @@ class KVCache:
         self.capacity = capacity
         self.length = 0
 
+    def append_index(self, index):
+        """Before append: add the new keys' tokens (B,n); return those of all so far, (B,length+n)."""
+        self.index = torch.cat((self.index[:, :self.length], index), dim=1) if self.length else index
+        return self.index
+
     def append(self, k, v):
         """Add k, v (B,H,n,D); return all so far, (B,H,length,D) each."""
         if self.length == 0:
@@ -142,49 +185,75 @@ class GrowingCache(KVCache):
         return self.k, self.v
 
 
+def norm(config, width):
+    if config.rms_norm:
+        return nn.RMSNorm(width, config.norm_eps)
+    return nn.LayerNorm(width, config.norm_eps, bias=config.bias)
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.n_head = config.n_head
+        D = config.head_width
+        self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k, v
         self.dropout = config.dropout
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.score_unit = 1.0  # of log_p beside q.k
+        self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * D, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_head * D, config.n_embd, bias=config.bias)
+        self.q_norm = norm(config, D) if config.qk_norm else nn.Identity()
+        self.k_norm = norm(config, D) if config.qk_norm else nn.Identity()
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, log_p=None, cache=None):
         """x (B,S,C) -> (B,S,C). rope: cos and sin, or None. mask: bool (B or 1,1,S,keys), or None for causal.
         log_p: (B,S), then logits are (q.k + log_p_key) / sqrt(D) and values exp(log_p) * v. cache: a KVCache."""
-        B, S, C = x.shape
-        D = C // self.n_head
-        q, k, v = self.c_attn(x).view(B, S, 3, self.n_head, D).permute(2, 0, 3, 1, 4)  # each (B,H,S,D)
+        B, S, _ = x.shape
+        qkv = self.c_attn(x).view(B, S, sum(self.heads), -1).transpose(1, 2)
+        q, k, v = qkv.split(self.heads, dim=1)  # (B,H,S,D), keys and values with as many heads as they have
+        D = q.size(-1)
+        q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if log_p is not None:
             # the score rides in one more channel, q.1 * k.log_p: a bias tensor would be (B,H,S,S) and would
             # rule out the fused causal kernel. v grows along because the kernel wants equal widths
             v = v * log_p.exp()[:, None, :, None].to(v.dtype)
-            channel = log_p[:, None, :, None].expand(B, self.n_head, S, 1).to(k.dtype)
-            q = F.pad(q, (0, 1), value=1.0)
+            channel = log_p[:, None, :, None].expand(B, k.size(1), S, 1).to(k.dtype)
+            q = F.pad(q, (0, 1), value=self.score_unit)
             k = torch.cat((k, channel), dim=-1)
             v = F.pad(v, (0, 1))
         if cache is not None:
             k, v = cache.append(k, v)
         if mask is None:
             mask = causal_mask(S, k.size(2), device=x.device)
+        groups = q.size(1) // k.size(1)
+        if groups > 1 and mask is not None and q.is_cuda:  # the kernel that takes a mask knows no groups there
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and S == k.size(2),
-                                           dropout_p=self.dropout if self.training else 0.0, scale=D ** -0.5)
-        return self.resid_dropout(self.c_proj(y[..., :D].transpose(1, 2).reshape(B, S, C)))
+                                           dropout_p=self.dropout if self.training else 0.0, scale=D ** -0.5,
+                                           enable_gqa=q.size(1) > k.size(1))
+        return self.resid_dropout(self.c_proj(y[..., :D].transpose(1, 2).reshape(B, S, -1)))
+
+
+ACTIVATIONS = {'gelu': F.gelu, 'gelu_tanh': partial(F.gelu, approximate='tanh'), 'silu': F.silu}
 
 
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        hidden = config.n_hidden or 4 * config.n_embd
+        self.gated = config.gated
+        self.activation = ACTIVATIONS[config.activation]
+        self.c_fc = nn.Linear(config.n_embd, hidden * (2 if config.gated else 1), bias=config.bias)
+        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x))))
+        up = self.c_fc(x)
+        if self.gated:
+            gate, up = up.chunk(2, dim=-1)
+            return self.dropout(self.c_proj(self.activation(gate) * up))
+        return self.dropout(self.c_proj(self.activation(up)))
 
 
 class Block(nn.Module):
@@ -192,30 +261,19 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = norm(config, config.n_embd)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = norm(config, config.n_embd)
         self.mlp = self.mlp_class(config)
+        self.post_1 = norm(config, config.n_embd) if config.second_norms else nn.Identity()
+        self.post_2 = norm(config, config.n_embd) if config.second_norms else nn.Identity()
 
     def forward(self, x, rope=None, mask=None, log_p=None, gate=None, cache=None):
         """x (B,S,C) -> (B,S,C). gate (B,S,1) multiplies both residual updates; the rest goes to attention."""
-        update = self.attn(self.ln_1(x), rope, mask, log_p, cache)
+        update = self.post_1(self.attn(self.ln_1(x), rope, mask, log_p, cache))
         x = x + (update if gate is None else gate * update)
-        update = self.mlp(self.ln_2(x))
+        update = self.post_2(self.mlp(self.ln_2(x)))
         return x + (update if gate is None else gate * update)
-
-
-class LoRALinear(nn.Linear):
-    """weight + 2 B A, of which the weight is frozen (arXiv 2106.09685). A stored sum would go stale."""
-
-    def __init__(self, linear, rank):
-        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
-        self.load_state_dict(linear.state_dict())
-        self.lora_a = nn.Parameter(torch.randn(rank, self.in_features) * self.in_features ** -0.5)
-        self.lora_b = nn.Parameter(torch.zeros(self.out_features, rank))
-
-    def forward(self, x):
-        return super().forward(x) + LORA_SCALE * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
 # --- the head where targets are known: only a chunk of the N*V logits exists at any time ---
@@ -250,17 +308,20 @@ def head_numbers_shapes(y, weight, targets, dtype):
 
 @torch.library.custom_op('adaptive::head_gradients', mutates_args=())
 def head_gradients(y: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype,
-                   lse: torch.Tensor, d_target: torch.Tensor, d_lse: torch.Tensor
+                   lse: torch.Tensor, d_target: torch.Tensor, d_lse: torch.Tensor, frozen: bool
                    ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of y and weight from those of the two numbers; logits are computed again. With p = softmax(z),
-    dL/dz_v = dL/dlse * p_v + dL/dtarget_logit * [v = target]."""
-    d_y, d_weight = torch.empty_like(y), torch.zeros_like(weight)
+    dL/dz_v = dL/dlse * p_v + dL/dtarget_logit * [v = target]. frozen: weight needs none."""
+    d_y, d_weight = head_gradients_shapes(y, weight, targets, dtype, lse, d_target, d_lse, frozen)
+    d_weight.zero_()
     w = weight.to(dtype)
     for rows in chunks(len(y), len(weight)):
         y_rows = y[rows].to(dtype)
         d_z = (y_rows @ w.T).to(lse.dtype).sub_(lse[rows, None]).exp_().mul_(d_lse[rows, None])
         d_z = d_z.scatter_add_(1, targets[rows, None], d_target[rows, None]).to(dtype)
         d_y[rows] = (d_z @ w).to(y.dtype)
+        if frozen:
+            continue
         if dtype == weight.dtype:
             d_weight.addmm_(d_z.T, y_rows)
         else:
@@ -269,8 +330,8 @@ def head_gradients(y: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
 
 
 @head_gradients.register_fake
-def head_gradients_shapes(y, weight, *_):
-    return torch.empty_like(y), torch.empty_like(weight)
+def head_gradients_shapes(y, weight, targets, dtype, lse, d_target, d_lse, frozen):
+    return torch.empty_like(y), weight.new_empty(0 if frozen else weight.shape)
 
 
 def keep_for_backward(ctx, inputs, output):
@@ -280,7 +341,9 @@ def keep_for_backward(ctx, inputs, output):
 
 def head_backward(ctx, d_target, d_lse):
     y, weight, targets, lse = ctx.saved_tensors
-    return *head_gradients(y, weight, targets, ctx.dtype, lse, d_target, d_lse), None, None
+    frozen = not ctx.needs_input_grad[1]
+    d_y, d_weight = head_gradients(y, weight, targets, ctx.dtype, lse, d_target, d_lse, frozen)
+    return d_y, None if frozen else d_weight, None, None
 
 
 head_numbers.register_autograd(head_backward, setup_context=keep_for_backward)
@@ -316,10 +379,11 @@ class GPT(nn.Module):
         if config.vocab_size < 1:
             raise UserError(f'vocab_size = {config.vocab_size}: a model needs at least 1 token')
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.embedding_scale = config.n_embd ** 0.5 if config.scale_embedding else 1.0
         self.wpe = nn.Embedding(config.row_size, config.n_embd) if config.learned_positions else None
         self.drop = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(self.block_class(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_f = norm(config, config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
             self.lm_head.weight = self.wte.weight
@@ -328,12 +392,7 @@ class GPT(nn.Module):
             if name.endswith('c_proj.weight'):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
         if config.lora_rank:  # what a method adds to the core is trained as well
-            for part in [part for layer in self.layers for part in (layer.attn, layer.mlp)]:
-                for name, linear in list(part.named_children()):
-                    if isinstance(linear, nn.Linear):
-                        setattr(part, name, LoRALinear(linear, config.lora_rank))
-            for name, p in self.named_parameters():
-                p.requires_grad = 'lora_' in name
+            add_adapters(self, config.lora_rank)
 
     @staticmethod
     def _init_weights(module):
@@ -344,19 +403,45 @@ class GPT(nn.Module):
 
     # --- forward ---
 
-    def rope(self, positions):
-        """Rotary cos and sin, (B or 1, 1, S, D/2) each, of float positions (B or 1, S); None with learned ones."""
+    def rope(self, positions, local=False):
+        """Rotary cos and sin, (B or 1, 1, S, D/2) each, of float positions (B or 1, S); None with learned ones.
+        local: for a block of local_layers."""
         if self.wpe is not None:
             return None
-        D = self.config.n_embd // self.config.n_head
-        dtype = torch.promote_types(self.wte.weight.dtype, torch.float32)
-        exponent = torch.arange(0, D, 2, device=positions.device, dtype=dtype) / D
-        angles = positions.to(dtype)[:, None, :, None] * self.config.rope_base ** -exponent
+        c = self.config
+        kind = {'device': positions.device, 'dtype': torch.promote_types(self.wte.weight.dtype, torch.float32)}
+        if c.rope_frequencies and not local:
+            frequency = torch.tensor(c.rope_frequencies, **kind)
+        else:
+            exponent = torch.arange(0, c.head_width, 2, **kind) / c.head_width
+            frequency = (c.local_rope_base if local else c.rope_base) ** -exponent
+        angles = positions.to(kind['dtype'])[:, None, :, None] * frequency
         return angles.cos(), angles.sin()
+
+    def token_index(self, positions):
+        """Positions (B or 1, S) -> the index of each one's token: a window counts tokens."""
+        return positions
+
+    def views(self, x, positions, mask=None, cache=None):
+        """What a block gets beside x (B,S,C): (rope, mask), of a block that reaches back to the beginning and of
+        one of local_layers."""
+        c = self.config
+        whole = self.rope(positions), mask
+        if not c.local_layers:
+            return whole, whole
+        query = self.token_index(positions).expand(len(x), -1)
+        key = cache[0].append_index(query) if cache else query
+        if key.size(1) > c.window:
+            if mask is None:  # causal
+                shape = query.size(1), key.size(1)
+                mask = torch.ones(shape, dtype=torch.bool, device=x.device).tril(shape[1] - shape[0])
+            mask = mask & (query[:, :, None] - key[:, None] < c.window)[:, None]
+        return whole, (self.rope(positions, local=True), mask)
 
     def token_vectors(self, idx):
         """Ids (B,S) -> their embeddings (B,S,C)."""
-        return self.wte(idx)
+        x = self.wte(idx)
+        return x if self.embedding_scale == 1 else x * self.embedding_scale
 
     def embed(self, idx, positions):
         """Token ids (B,S) at positions (B or 1, S) -> x (B,S,C)."""
@@ -389,9 +474,14 @@ class GPT(nn.Module):
                 positions = (positions - text_start(pad)).clamp(min=0)
         if mask is None and pad is not None:
             mask = causal_mask(T, past + T, pad)
-        x, rope = self.embed(idx, positions), self.rope(positions)
+        return self.run_blocks(self.embed(idx, positions), positions, mask, cache)
+
+    def run_blocks(self, x, positions, mask=None, cache=None):
+        """x (B,T,C) after the embedding -> x after the last block."""
+        views = self.views(x, positions, mask, cache)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rope, mask, cache=cache[i] if cache else None)
+            rope, seen = views[i in self.config.local_layers]
+            x = layer(x, rope, seen, cache=cache[i] if cache else None)
         return x
 
     def logits(self, x):
@@ -399,12 +489,12 @@ class GPT(nn.Module):
         y = self.lm_head(self.ln_f(x))
         return y.to(torch.promote_types(y.dtype, torch.float32))
 
-    def target_numbers(self, y, targets):
+    def target_numbers(self, y, targets, V=None):
         """Where targets (...) are known, -1 = none: the target's logit and the logsumexp of all logits, (...)
-        each, from y (..., C) after the final norm."""
+        each, from y (..., C) after the final norm. V: of the first V tokens alone."""
         kind = y.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.lm_head.weight.dtype
-        numbers = head_numbers(y.flatten(0, -2), self.lm_head.weight, targets.flatten().clamp(min=0), dtype)
+        numbers = head_numbers(y.flatten(0, -2), self.lm_head.weight[:V], targets.flatten().clamp(min=0), dtype)
         return [number.view(targets.shape) for number in numbers]
 
     def nll(self, x, targets):
@@ -487,7 +577,7 @@ class GPT(nn.Module):
     def report(self, batches):
         """What a finished run shows, as text: here a sample."""
         tokenizer = batches.tokenizer
-        prompt = tokenizer.encode(tokenizer.start_text())
+        prompt = tokenizer.begin + tokenizer.encode(tokenizer.start_text())
         new = self.complete([prompt], 200, temperature=0.8, n_text=tokenizer.n_text)[0]
         return 'a sample at temperature 0.8:\n' + tokenizer.decode(new)
 
@@ -501,48 +591,20 @@ class GPT(nn.Module):
                 module.dropout = p
 
     def param_groups(self, weight_decay):
-        """Matrices and embeddings decay; gains, biases and single vectors do not, nor embeddings of which LoRA
-        trains but some rows."""
-        decaying, others = [], []
-        for name, p in self.named_parameters():
-            if p.requires_grad:
-                decays = p.dim() >= 2 and not (self.config.lora_rank and name in TOKEN_ROWS)
-                (decaying if decays else others).append(p)
+        """Matrices and embeddings decay; gains, biases and single vectors do not."""
+        trained = [p for p in self.parameters() if p.requires_grad]
+        decaying = [p for p in trained if p.dim() >= 2]
+        others = [p for p in trained if p.dim() < 2]
         return [{'params': decaying, 'weight_decay': weight_decay}, {'params': others, 'weight_decay': 0.0}]
 
     def load_pretrained(self, state):
-        """Start from another checkpoint's weights (a state dict), tensor by tensor of the same name; returns
-        the names of those that it lacks. Where this model has more rows (a larger vocabulary), the further ones
-        keep their initial values. Raises UserError where shapes do not fit, a head of its own would have to
-        share the embeddings' matrix, or LoRA would leave rows untrained."""
-        tied = self.lm_head.weight is self.wte.weight and 'lm_head.weight' in state
-        if tied and not torch.equal(state['lm_head.weight'], state['wte.weight']):
-            raise UserError('tie_weights = True: the checkpoint to start from has a head of its own, which would '
-                            'replace the embeddings; use tie_weights = False')
-        old = len(state.get('wpe.weight', ()))
-        if self.config.lora_rank and 0 < old < self.config.row_size:
-            raise UserError(f'block_size = {self.config.block_size}: the checkpoint to start from has {old} '
-                            'positions, and with lora_rank no further ones are learned; leave block_size or '
-                            'lora_rank out')
-        weights = self.state_dict()  # shares memory with the parameters
-        for name, tensor in state.items():
-            shape = weights[name].shape if name in weights else None
-            if shape is None or tensor.shape[1:] != shape[1:] or len(tensor) > shape[0]:
-                raise UserError(f'the checkpoint to start from has {name} {tuple(tensor.shape)}, this model has '
-                                f'{"no such tensor" if shape is None else tuple(shape)}')
-            weights[name][:len(tensor)] = tensor
-        return [name for name in weights if name not in state]
+        """Start from another checkpoint's weights (a state dict); returns the names of those that it lacks. See
+        config.checkpoint.copy_weights."""
+        return copy_weights(self, state)
 
     def row_lengths(self):
         """Positions that each block, and the head, compute for a full row of block_size tokens: (list, int)."""
         return [self.config.block_size] * self.config.n_layer, self.config.block_size
-
-    def flops_per_token(self):
-        """FLOPs of forward and backward per token of a full row, as in PaLM (2204.02311), appendix B."""
-        in_blocks, in_head = self.row_lengths()
-        block_params = sum(p.numel() for p in self.layers[0].parameters())
-        total = sum(6 * block_params * S + 12 * self.config.n_embd * S * S for S in in_blocks)
-        return (total + 6 * self.lm_head.weight.numel() * in_head) / self.config.block_size
 
 
 def check_sampling(prompts, temperature, top_k, top_p):

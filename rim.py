@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 
 from config import UserError, check_choice, check_range
+from config.checkpoint import OWN_ROWS, merge_adapters
+from config.lora import OwnRows
 from data import records
 from data.records import MEMORY, QUESTION, READOUT, Row
-from model import (GPT, GPTConfig, GrowingCache, KVCache, Stage, TOKEN_ROWS, causal_mask, check_sampling,
-                   eval_mode, left_pad, sample_token, text_start)
+from model import (GPT, GPTConfig, GrowingCache, KVCache, Stage, causal_mask, check_sampling, eval_mode, left_pad,
+                   sample_token, text_start)
 
 # --- rows ---
 
@@ -170,21 +172,17 @@ class RiMConfig(MemoryConfig):
 
 # --- the model ---
 
-class RiM(GPT):
+class RiM(OwnRows, GPT):  # rows of their own: with LoRA the special tokens are trained beside the adapters
     def __init__(self, config):
         super().__init__(config)
         self.special = records.special_ids(config.vocab_size)
-        if config.lora_rank:  # the special tokens' rows are trained beside the adapters
-            is_new = (torch.arange(config.vocab_size) >= self.special.begin).float()[:, None]
-            for name, p in self.named_parameters():
-                if name in TOKEN_ROWS:
-                    p.requires_grad = True
-                    p.register_hook(lambda grad: grad * is_new.to(grad))
+        if config.lora_rank:
+            self.own_rows(self.special.begin)
 
     def load_pretrained(self, state):
         """As GPT's, but what pads a plain GPT's vocabulary gives way to the special tokens."""
-        state = dict(state)
-        for name in TOKEN_ROWS:
+        state = merge_adapters(state)
+        for name in OWN_ROWS.values():
             if len(state.get(name, ())) > self.config.vocab_size:
                 state[name] = state[name][:self.special.begin]
         return super().load_pretrained(state)
@@ -390,9 +388,7 @@ class Coconut(RiM):
                 x = x if self.wpe is None else x + self.wpe(at)
             else:
                 x = self.embed(idx[:, first:last], at)
-            rope = self.rope(at)
-            for layer, layer_cache in zip(self.layers, cache):
-                x = layer(x, rope, mask[:, :, first:last, :last], cache=layer_cache)
+            x = self.run_blocks(x, at, mask[:, :, first:last, :last], cache)
             outputs.append(x)
         return torch.cat(outputs, dim=1)
 

@@ -20,6 +20,7 @@ from train import METHODS, open_checkpoint
 
 out_dir = 'out/tb_small'  # the run whose checkpoint is read
 checkpoint = ''  # a checkpoint's path or a run's folder instead, such as out/tb_small/best.pt
+init_from = ''  # a published model instead: gpt2, org/name on the Hugging Face hub, or a folder
 prompt = ''  # the text to continue, or a question; without it, a line break or any character, or one of the data's
 prompt_file = ''  # a file with the text to continue instead
 num_samples = 1  # continuations or answers
@@ -27,7 +28,7 @@ max_new_tokens = 300  # tokens per continuation
 temperature = 0.8  # 0 takes the likeliest token
 top_k = 0  # draw from the k likeliest tokens only, 0 = all
 top_p = 1.0  # draw from the likeliest tokens that together have this probability
-stop = ''  # end a continuation at this token's text
+stop = ''  # end a continuation at this token's text, not only where the model ends it
 seed = 1337  # of the draws
 pace = 'model'  # Catch Your Breath: a token pauses as the model wants (model), never (first) or always (all)
 threshold = 0.5  # Catch Your Breath at temperature 0: pause where P(don't know) is above it
@@ -38,7 +39,7 @@ show = False  # colour tokens by the streams or slots that the model spent on th
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 
 # settings of every model; the others are those of its generate, or answers
-GENERAL = {'out_dir', 'checkpoint', 'prompt', 'prompt_file', 'num_samples', 'seed', 'show', 'device'}
+GENERAL = {'out_dir', 'checkpoint', 'init_from', 'prompt', 'prompt_file', 'num_samples', 'seed', 'show', 'device'}
 # 256-colour backgrounds from least to most effort, each with a readable foreground
 COLOURS = [(255, 16), (194, 16), (228, 16), (214, 16), (203, 16), (125, 231), (55, 231)]
 
@@ -85,7 +86,7 @@ def main(argv):
     globals().update(settings)
     config.check_range(settings, 'num_samples max_new_tokens')
     config.check_range(settings, 'seed', 0, 2 ** 63)
-    path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
+    path, saved, model = open_model(init_from or checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
     tokenizer = Tokenizer(saved['meta']['tokenizer'])  # travels inside the checkpoint: no data set is needed
     is_question = saved['meta']['kind'] == 'records'
     generate = model.answers if is_question else model.generate
@@ -118,7 +119,7 @@ def main(argv):
         return
 
     # or a continuation; a single one is written while it is made
-    ids = tokenizer.encode(text)
+    ids = tokenizer.begin + tokenizer.encode(text)
     stop_ids = tokenizer.encode(stop)
     if len(stop_ids) > 1:
         raise UserError(f'stop = {stop!r} is {len(stop_ids)} tokens: give the text of a single token')

@@ -34,9 +34,13 @@ class ThoughtbubblesConfig(GPTConfig):
     attenuate_attention: bool = True  # False (ablation): scores gate the residual updates only
     random_forks: bool = False  # True (ablation): which streams survive is drawn at random
     copies: int = 1  # baseline copy-N: repeat every input token; the paper's has fork_layers=() merge=rightmost
-    keep_bias: float = 0.0  # added to the keep logit; not in the paper: above 0, originals start nearly undimmed
+    # not in the paper; with 10, -10 and True a pretrained model starts as it was: originals nearly undimmed, copies
+    # nearly silent
+    keep_bias: float = 0.0  # added to the keep logit
+    fork_bias: float = 0.0  # added to the fork logit
+    undivided_scores: bool = False  # attention adds log p to q.k / sqrt(D), so that a silent copy is not heard
 
-    shape = (*GPTConfig.shape, 'fork_layers', 'copies', 'keep_bias')
+    shape = (*GPTConfig.shape, 'fork_layers', 'copies', 'keep_bias', 'fork_bias', 'undivided_scores')
 
     def __post_init__(self):
         super().__post_init__()
@@ -49,8 +53,7 @@ class ThoughtbubblesConfig(GPTConfig):
         if not 1 <= self.kappa <= 1e6:
             raise UserError(f'kappa = {self.kappa}: must be at least 1, since every token keeps its original, and '
                             'at most 1e6')
-        if not math.isfinite(self.keep_bias):
-            raise UserError(f'keep_bias = {self.keep_bias}: must be a number')
+        check_range(vars(self), 'keep_bias fork_bias', -1e6)
         check_choice(vars(self), 'merge', 'probs residual rightmost')
         check_range(vars(self), 'copies')
 
@@ -126,8 +129,7 @@ class Fork(nn.Module):
         """x (B,S,C), log_p and src (B,S) -> the same for the streams that go on."""
         with torch.autocast(x.device.type, enabled=False):  # float32: scores multiply over layers and decide ties
             scores = self.score(self.ln(x.to(self.score.weight.dtype)))  # (B,S,2)
-        fork, keep = scores.unbind(dim=-1)
-        scores = torch.stack((fork, keep + self.config.keep_bias), dim=-1)
+        scores = scores + scores.new_tensor([self.config.fork_bias, self.config.keep_bias])
         parent, is_fork, log_p = select(log_p, src, scores, limit, self.config.random_forks)
         x = x.gather(1, parent[..., None].expand(-1, -1, x.size(2)))
         return x + is_fork[..., None] * self.embedding, log_p, src.gather(1, parent)
@@ -139,9 +141,15 @@ class Thoughtbubbles(GPT):
         # created after the core, so that the core starts from the same weights as a plain GPT of the same seed
         self.forks = nn.ModuleDict({str(layer): Fork(config) for layer in sorted(config.fork_layers)})
         self.plain = not self.forks and config.copies == 1  # one stream per token: the plain GPT
+        if config.undivided_scores:
+            for layer in self.layers:
+                layer.attn.score_unit = config.head_width ** 0.5
 
     def budget(self, tokens):
         return math.ceil(round(self.config.kappa * tokens, 6))  # 1.1 * 10 is not 11 in floating point
+
+    def token_index(self, positions):
+        return positions.ceil()
 
     def streams(self, idx, pad=None):
         """Token ids (B,T) -> x (B,S,C), log_p (B,S), src (B,S) after the last block. pad: bool (B,T), True =
@@ -158,7 +166,7 @@ class Thoughtbubbles(GPT):
             budgets = torch.tensor([self.budget(n) for n in (~pad).sum(1).tolist()], device=idx.device)
             offset = text_start(pad)
         x = self.embed(idx.gather(1, src), (src - offset).clamp(min=0))
-        rope = self.rope(stream_positions(log_p, src, T) - offset)
+        views = self.views(x, stream_positions(log_p, src, T) - offset)
 
         # the blocks, with forks between them
         scored = pad is not None  # until the first fork every p is 1 and the block is the plain one
@@ -169,15 +177,16 @@ class Thoughtbubbles(GPT):
                 else:  # padding goes on beside the budget
                     limit = torch.minimum(budgets, 2 * alive(log_p).sum(1)) + pad.sum(1)
                 x, log_p, src = self.forks[str(i)](x, log_p, src, limit)
-                rope = self.rope(stream_positions(log_p, src, T) - offset)
+                views = self.views(x, stream_positions(log_p, src, T) - offset)
                 scored = True
+            rope, mask = views[i in self.config.local_layers]
             if not scored:
-                x = layer(x, rope)
+                x = layer(x, rope, mask)
                 continue
             key_score = log_p
             if not self.config.attenuate_attention:  # attention then only tells streams from padding
                 key_score = None if pad is None else ~alive(log_p) * PAD
-            x = layer(x, rope, log_p=key_score, gate=log_p.exp()[..., None])
+            x = layer(x, rope, mask, log_p=key_score, gate=log_p.exp()[..., None])
         return x, log_p, src
 
     def trunk(self, idx, pad=None, **plain):

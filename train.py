@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import config
 import data
 from config import UserError
-from config.checkpoint import first_line, load_checkpoint, load_weights
+from config.checkpoint import first_line, load_weights
 from config.machine import choose_device
+from config.pretrained import load_start
 from config.run import Run
 from cyb import CYB, CYBConfig
 from data.text import TextBatches
@@ -31,7 +32,7 @@ from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 method = 'gpt'  # gpt | thoughtbubbles | cyb | rim | coconut
 dataset = 'shakespeare_char'  # a folder under data/, or the path of a text (my.txt) or of a prepared folder
 out_dir = 'out/run'  # checkpoints and log.jsonl
-init_from = 'scratch'  # scratch | resume | auto (resume where there is a checkpoint) | a checkpoint to start from
+init_from = 'scratch'  # scratch | resume | auto (resume if that can be) | a checkpoint | gpt2 | org/name | a folder
 overwrite = False  # let a run from scratch replace an earlier run in out_dir
 seed = 1337  # of the weights, the batches and dropout
 # batches
@@ -94,14 +95,17 @@ def learning_rate_at(stage, it):
 
 
 def open_checkpoint(path, device='auto'):
-    """(path, checkpoint, its model in eval mode) of a run's folder or a checkpoint's path. Raises UserError."""
-    path = os.path.join(path, 'ckpt.pt') if os.path.isdir(path) else path
-    checkpoint = load_checkpoint(path)
+    """(path, checkpoint, its model in eval mode) of a run's folder, a checkpoint's path or a published model.
+    Raises UserError."""
+    if os.path.exists(os.path.join(path, 'ckpt.pt')):
+        path = os.path.join(path, 'ckpt.pt')
+    checkpoint = load_start(path)
     return path, checkpoint, build_model(checkpoint, path).to(choose_device(device)[0]).eval()
 
 
 def load(path, device='auto'):
-    """(model in eval mode, tokenizer) of a run's folder or a checkpoint's path, for use from Python."""
+    """(model in eval mode, tokenizer) of a run's folder, a checkpoint's path or a published model, such as gpt2;
+    for use from Python."""
     _, checkpoint, model = open_checkpoint(path, device)
     return model, data.Tokenizer(checkpoint['meta']['tokenizer'])
 
@@ -147,12 +151,9 @@ def main(argv):
     config_class, model_class, batch_class = METHODS[method]
 
     # --- what is trained, and on what ---
-    if run.is_main:
-        data.ensure_prepared(dataset, given=run.dataset_given)
-    run.wait()
-    meta = data.read_meta(dataset)
+    rows_of, meta = run.open_data()
     model_config = run.model_config(config_class, meta)
-    batches = batch_class(dataset, meta, model_config, seed, eval_rows, batch_size * grad_accum)
+    batches = batch_class(rows_of, meta, model_config, seed, eval_rows, batch_size * grad_accum)
     run.wait()  # the main process has looked through the whole data set
     stages = model_config.stages(max_iters, learning_rate, batches.epoch_iters)
     total_iters = stages[-1].first + stages[-1].iters

@@ -21,6 +21,7 @@ from collections import namedtuple
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PATHS = {'out_dir', 'init_from', 'checkpoint', 'dataset', 'prompt_file', 'output'}  # settings that may name a file
+GPT2 = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # on the hub without an organisation
 COMMAND_LINE = 'command line'
 # name = value  # comment, or name: type = value  # comment
 SETTING = re.compile(r'^ *([a-z]\w*|[A-Z])(?:: [^=]+?)? = (.+?) +# (.+)$', re.MULTILINE)
@@ -179,9 +180,16 @@ def load(script, argv, methods={}, method_of=None, of_training={}):
     return settings, model_settings, given
 
 
+def on_hub(name):
+    """Whether a name that is no file here may be that of a published model on the Hugging Face hub."""
+    return name in GPT2 or bool(re.fullmatch(r'[\w.-]+/[\w.-]+', name) and not name.endswith('.pt')
+                                and not os.path.exists(name.split('/')[0])
+                                and not os.path.exists(os.path.join(ROOT, name.split('/')[0])))
+
+
 def from_repository(path):
     """A path that counts from the repository, as seen from the current folder. Names without a slash stay."""
-    if '/' not in path or os.path.isabs(path) or os.getcwd() == ROOT:
+    if '/' not in path or on_hub(path) or os.path.isabs(path) or os.getcwd() == ROOT:
         return path
     return os.path.join(ROOT, path)
 

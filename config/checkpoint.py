@@ -10,6 +10,10 @@ from config.files import whole_file
 VERSION = 2
 PARTS = {'method': str, 'model_config': dict, 'model': dict, 'meta': dict, 'step': int, 'settings': dict,
          'best_val_loss': float}
+TOKEN_ROWS = ('wte.weight', 'lm_head.weight')  # a row per token of the vocabulary; mostly the same tensor
+# with LoRA the token rows are frozen; the last of them, the special tokens', are parameters of their own
+OWN_ROWS = {'special_in': 'wte.weight', 'special_out': 'lm_head.weight'}
+LORA_SCALE = 2.0  # alpha / rank
 # what may change when a run is resumed, though not always bit for bit: max_iters bends the learning rate's cosine,
 # dtype the rounding, and batch_size against grad_accum the dropout; anything else would make it another run
 MAY_CHANGE = {'out_dir', 'init_from', 'show_batch', 'overwrite', 'max_iters', 'eval_interval', 'log_interval',
@@ -65,6 +69,53 @@ def load_weights(model, checkpoint, path):
         raise UserError(f'{path}: weights and configuration do not fit together ({first_line(e)})') from e
 
 
+@torch.no_grad()
+def copy_weights(model, state):
+    """Start a model from another's weights (a state dict), tensor by tensor of the same name, adapters merged;
+    returns the names of those that it lacks. Where the model has more rows (a larger vocabulary), the further
+    ones are as random as before, at the scale of the others; of learned positions it may have fewer. Raises
+    UserError where shapes do not fit, a head of its own would have to share the embeddings' matrix, or LoRA
+    would leave rows untrained."""
+    state = merge_adapters(state)
+    weights = model.state_dict()  # shares memory with the parameters
+    config = model.config
+    tied = model.lm_head.weight is model.wte.weight and 'lm_head.weight' in state
+    if tied and not torch.equal(state['lm_head.weight'], state['wte.weight']):
+        raise UserError('tie_weights = True: the checkpoint to start from has a head of its own, which would '
+                        'replace the embeddings; use tie_weights = False')
+    if 'wpe.weight' in state:
+        old = len(state['wpe.weight'])
+        if config.lora_rank and old < config.row_size:
+            raise UserError(f'block_size = {config.block_size}: the checkpoint to start from has {old} '
+                            'positions, and with lora_rank no further ones are learned; leave block_size or '
+                            'lora_rank out')
+        state['wpe.weight'] = state['wpe.weight'][:config.row_size]
+    for name, tensor in state.items():
+        shape = weights[name].shape if name in weights else None
+        if shape is None or tensor.shape[1:] != shape[1:] or len(tensor) > shape[0]:
+            raise UserError(f'the checkpoint to start from has {name} {tuple(tensor.shape)}, this model has '
+                            f'{"no such tensor" if shape is None else tuple(shape)}')
+        if name in TOKEN_ROWS and len(tensor) < shape[0]:
+            new = weights[name][len(tensor):]
+            new *= tensor.std() / new.std()
+        weights[name][:len(tensor)] = tensor
+    return [name for name in weights if name not in state]
+
+
+def merge_adapters(state):
+    """A state dict without LoRA's adapters and rows of their own: both are put into the matrices."""
+    state = dict(state)
+    for name in [name for name in state if name.endswith('lora_b')]:
+        matrix = name.replace('lora_b', 'weight')
+        b, a = state.pop(name), state.pop(name.replace('lora_b', 'lora_a'))
+        state[matrix] = state[matrix] + LORA_SCALE * b @ a
+    for own, matrix in OWN_ROWS.items():
+        if own in state:
+            rows = state.pop(own)
+            state[matrix] = torch.cat((state[matrix][:-len(rows)], rows))
+    return state
+
+
 def load_optimizer(optimizer, state, path):
     """Load an optimizer's state and check its shapes, as the fused kernels do not. Raises UserError."""
     try:
@@ -87,10 +138,6 @@ def starting_settings(start, path, names, given, meta):
         if given.get(name, value) != value:
             raise UserError(f'{name} = {given[name]!r}: {path} has {value!r}; leave it out to start from that '
                             'checkpoint')
-    # a model can go on only with the tokens that it knows; special ones may be added behind them
-    old, new = ({k: v for k, v in m['tokenizer'].items() if k != 'special'} for m in (start['meta'], meta))
-    if old != new:
-        raise UserError('init_from: the checkpoint was trained with another tokenizer than the data set has')
     # behind plain text the vocabulary may be padded; records want their special tokens as the last ones
     padded = saved['vocab_size'] if meta['kind'] == 'text' else 0
     return {**shape, 'block_size': saved['block_size'], 'vocab_size': max(padded, meta['vocab_size'])}

@@ -86,6 +86,15 @@ def check_memory(model, batch_size, device, dtype):
                         'rows')
 
 
+def flops_per_token(model):
+    """FLOPs of forward and backward per token of a full row, as in PaLM (2204.02311), appendix B."""
+    c = model.config
+    in_blocks, in_head = model.row_lengths()
+    block_params = sum(p.numel() for p in model.layers[0].parameters())
+    total = sum(6 * block_params * S + 12 * c.n_head * c.head_width * S * S for S in in_blocks)
+    return (total + 6 * model.lm_head.weight.numel() * in_head) / c.block_size
+
+
 def peak_flops(device):
     """bfloat16 FLOP/s of the device, 0.0 where the list above does not have it."""
     name = torch.cuda.get_device_name(device) if device.startswith('cuda') else ''

@@ -16,11 +16,14 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import config
+import data
 from config import UserError, check_range
 from config.checkpoint import (VERSION, first_line, load_checkpoint, load_optimizer, load_weights, merge_resumed,
                                save_checkpoint, starting_settings)
 from config.files import write_file
-from config.machine import check_memory, choose_compile, choose_device, choose_dtype, peak_flops, set_threads
+from config.machine import (check_memory, choose_compile, choose_device, choose_dtype, flops_per_token, peak_flops,
+                            set_threads)
+from config.pretrained import load_start
 
 SLOW_SAVE = 20  # seconds; torchrun kills its processes 30 seconds after it has passed a signal on
 
@@ -73,8 +76,8 @@ class Run:
             return self.start['method']
         if start not in ('scratch', 'auto'):
             self.start_path = start
-            if not os.path.exists(start):
-                hint = 'choose scratch, resume, auto or the path of a checkpoint'
+            if not os.path.exists(start) and not config.on_hub(start):
+                hint = 'choose scratch, resume, auto, the path of a checkpoint or a published model'
                 maker = f'config/{os.path.basename(os.path.dirname(start))}.py'  # runs are named after it
                 if os.path.exists(os.path.join(config.ROOT, maker)):
                     hint = f'make it with python train.py {maker}'
@@ -140,6 +143,21 @@ class Run:
 
     # --- the start ---
 
+    def open_data(self):
+        """(data set, its meta) as the model to go on with reads it; made here where that is needed."""
+        s = self.settings
+        if self.is_main:
+            data.ensure_prepared(s['dataset'], given=self.dataset_given)
+        self.wait()
+        for turn in (self.is_main, not self.is_main):  # the main process fetches and encodes, the others find it
+            if turn and not self.resume and s['init_from'] not in ('scratch', 'auto'):
+                self.start = load_start(self.start_path)
+            if turn:
+                spec = self.start and self.start['meta']['tokenizer']
+                found = data.read_with(s['dataset'], spec, self.dataset_given)
+            self.wait()
+        return found
+
     def model_config(self, config_class, meta):
         """The model's configuration: as saved, as the weights to start from need it, or as set."""
         dataset = self.settings['dataset']
@@ -153,8 +171,7 @@ class Run:
                 raise UserError(f'{self.start_path}: its configuration does not fit this code '
                                 f'({first_line(e)})') from e
         settings = self.model_settings
-        if self.settings['init_from'] not in ('scratch', 'auto'):
-            self.start = load_checkpoint(self.start_path)
+        if self.start:
             came = starting_settings(self.start, self.start_path, config_class.shape, settings, meta)
             settings = {**came, **settings}
             same, other = [], []
@@ -227,7 +244,7 @@ class Run:
             self.say(f'resuming {self.start_path} at step {it}, best validation loss so far {best_val_loss:.4f}'
                      + (f'; changed: {self.changes}' if self.changes else ''))
         self.say(f'{s["method"]}: {sum(p.numel() for p in model.parameters()):,} parameters, '
-                 f'{model.flops_per_token() / 1e6:.1f} MFLOPs per token; {s["dataset"]}: '
+                 f'{flops_per_token(model) / 1e6:.1f} MFLOPs per token; {s["dataset"]}: '
                  f'{s["batch_size"] * s["grad_accum"]} rows per step, {epoch_iters:.0f} steps an epoch')
         if len(stages) > 1:
             self.say('stages: ' + ', '.join(f'{stage.name} {stage.iters} steps' for stage in stages))
@@ -303,7 +320,7 @@ class Run:
         self.restart_clock()
         entry = dict(iter=it, train_loss=train_loss, lr=lr, tokens_per_s=round(rate), grad_norm=grad_norm)
         if self.peak:
-            entry['mfu'] = rate * self.model.flops_per_token() / self.peak
+            entry['mfu'] = rate * flops_per_token(self.model) / self.peak
         self.log(**entry)
         self.bar.set_postfix(loss=f'{train_loss:.4f}', lr=f'{lr:.1e}', tokens_per_s=f'{rate:,.0f}')
         if self.bar.disable:

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import zlib
 from contextlib import suppress
+from itertools import groupby
 
 from config import UserError
 from config.files import write_file
+from data.bpe import gpt2_tokens, json_tokens
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 UNIT = {'text': 'nats per token', 'records': 'nats per record'}  # of a loss; a record's is summed over its tokens
@@ -30,34 +32,53 @@ def distinct_texts(name, texts, longest):
 
 
 class Tokenizer:
-    """Text <-> token ids, of meta.json's 'tokenizer': {'kind': 'char', 'chars': [...]} or {'kind': 'gpt2'}, and
-    'special', if there, the names of tokens that no text contains. Their ids follow the text's: `special` is
-    {name: id}. Ids below n_text are text; vocab_size counts all. Raises UserError."""
+    """Text <-> token ids, of meta.json's 'tokenizer': {'kind': 'char', 'chars': [...]}, {'kind': 'gpt2'}, or a
+    published model's {'kind': 'json', 'json': the text of its tokenizer.json, 'begin': [ids before a document],
+    'end': the id after one}. 'special', if there, names tokens that no text contains. Their ids follow the text's:
+    `special` is {name: id}. Ids below n_text are text; vocab_size counts all. Raises UserError."""
 
     def __init__(self, spec):
-        if not isinstance(spec, dict) or spec.get('kind') not in ('char', 'gpt2'):
-            raise UserError(f'tokenizer {str(spec)[:60]!r} is unknown: its kind is char or gpt2')
-        self.kind = spec['kind']
-        if self.kind == 'char':
-            self.chars = distinct_texts('chars', spec.get('chars'), 1)
-            self.ids = {ch: i for i, ch in enumerate(self.chars)}
-            self.n_text = len(self.chars)
-        else:
-            import tiktoken  # only here: it fetches the vocabulary from the net at first use
-            try:
-                self.bpe = tiktoken.get_encoding('gpt2')
-            except Exception as e:
-                raise UserError(f'the gpt2 vocabulary could not be loaded ({type(e).__name__}): tiktoken fetches '
-                                'it once; offline, set TIKTOKEN_CACHE_DIR to a folder that has it') from e
-            self.n_text = self.bpe.n_vocab
+        kinds = {'char': Characters, 'gpt2': gpt2_tokens, 'json': json_tokens}
+        if not isinstance(spec, dict) or spec.get('kind') not in kinds:
+            raise UserError(f'tokenizer {str(spec)[:60]!r} is unknown: its kind is char, gpt2 or json')
+        self.text = kinds[spec['kind']](spec)  # has encode, decode and n
+        self.n_text = self.text.n
+        self.begin = spec.get('begin', [])  # what a document opens with; a row from inside of one does not
+        self.end = spec.get('end')  # what ends one, None if nothing does
+        ids = self.begin + ([] if self.end is None else [self.end]) if isinstance(self.begin, list) else [None]
+        if not all(type(i) is int and 0 <= i < self.n_text for i in ids):
+            raise UserError(f'the tokenizer is damaged: begin = {self.begin!r}, end = {self.end!r}: expected ids')
         names = distinct_texts('special', spec.get('special', []), 100)
         self.special = {name: self.n_text + i for i, name in enumerate(names)}
         self.vocab_size = self.n_text + len(names)
 
     def encode(self, text):
-        """Raises UserError for characters that the vocabulary lacks."""
-        if self.kind == 'gpt2':
-            return self.bpe.encode_ordinary(text)
+        """Ids of a text, never of its special tokens. Raises UserError for characters that the vocabulary
+        lacks."""
+        return self.text.encode(text)
+
+    def decode(self, ids):
+        """Text of token ids; what is not text shows: a special token's name, any other id as <128>, say."""
+        names = {i: name for name, i in self.special.items()}
+        parts = []
+        for is_text, some in groupby(ids, lambda i: 0 <= i < self.n_text):
+            parts += [self.text.decode(list(some))] if is_text else [names.get(i, f'<{i}>') for i in some]
+        return ''.join(parts)
+
+    def start_text(self):
+        """A token's text to begin with: a newline, or the first character where there is none."""
+        return '\n' if not isinstance(self.text, Characters) or '\n' in self.text.ids else self.text.chars[0]
+
+
+class Characters:
+    """A token per character."""
+
+    def __init__(self, spec):
+        self.chars = distinct_texts('chars', spec.get('chars'), 1)
+        self.ids = {ch: i for i, ch in enumerate(self.chars)}
+        self.n = len(self.chars)
+
+    def encode(self, text):
         missing = dict.fromkeys(ch for ch in text if ch not in self.ids)  # in order, each once
         if missing:
             raise UserError(f'the tokenizer has no {", ".join(map(repr, missing))}: its {len(self.chars)} '
@@ -65,18 +86,7 @@ class Tokenizer:
         return [self.ids[ch] for ch in text]
 
     def decode(self, ids):
-        """Text of token ids; what is not text shows: a special token's name, any other id as <128>, say."""
-        names = {i: name for name, i in self.special.items()}
-        parts = [None if 0 <= i < self.n_text else names.get(i, f'<{i}>') for i in ids]
-        if self.kind == 'char':
-            return ''.join(part or self.chars[i] for i, part in zip(ids, parts))
-        # bytes, since a character may be spread over several tokens
-        return b''.join(part.encode() if part else self.bpe.decode_single_token_bytes(i)
-                        for i, part in zip(ids, parts)).decode('utf-8', errors='replace')
-
-    def start_text(self):
-        """A token's text to begin with: a newline, or the first character where there is none."""
-        return '\n' if self.kind == 'gpt2' or '\n' in self.ids else self.chars[0]
+        return ''.join(self.chars[i] for i in ids)
 
 
 # --- writing a data set ---
@@ -205,6 +215,38 @@ def read_meta(name):
     if meta.get('vocab_size') != size:
         raise UserError(f'{path}: vocab_size = {meta.get("vocab_size")!r}, but its tokenizer has {size}: {ANEW}')
     return meta
+
+
+def read_with(name, spec, given=True):
+    """(data set, its meta) of a prepared data set as a model reads it that has a tokenizer, `spec`, or None. Records
+    are text, and are encoded when they are read. Plain text is encoded anew, into a folder in its own; this needs
+    the text itself. Raises UserError. given: as in ensure_prepared."""
+    meta = read_meta(name)
+    if spec is None:
+        return name, meta
+    special = {'special': meta['tokenizer']['special']} if meta['kind'] == 'records' else {}
+    spec = {**{key: value for key, value in spec.items() if key != 'special'}, **special}
+    if spec == {key: value for key, value in meta['tokenizer'].items() if special or key != 'special'}:
+        return name, meta
+    if meta['kind'] == 'records':
+        return name, {**meta, 'tokenizer': spec, 'vocab_size': Tokenizer(spec).vocab_size}
+    folder = dataset_folder(name)
+    target = os.path.join(folder, f'tokens_{tokenizer_crc32({"tokenizer": spec}):08x}')
+    try:
+        known = read_meta(target)
+        if known.get('sha256') == meta.get('sha256') and known['tokenizer'] == spec:
+            return target, known
+    except UserError:
+        pass  # not there, or damaged: it is made now
+    source = folder.removesuffix('.data') if folder.endswith('.txt.data') else os.path.join(folder, 'input.txt')
+    if not given or not os.path.isfile(source):
+        raise UserError(f'dataset = {name!r} was prepared with another tokenizer than the model has: '
+                        + (f'{source}, the text to encode anew, is not there' if given else
+                           f'add --dataset={name} to encode it anew'))
+    print(f'encoding {source} with the tokenizer of the model', flush=True)
+    from data.text import write_text_dataset  # which builds on this file
+    write_text_dataset(target, read_text(source), spec, os.path.basename(source))
+    return target, read_meta(target)
 
 
 def check_crc32(path, content, meta):

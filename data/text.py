@@ -23,7 +23,8 @@ def write_text_dataset(folder, text, tokenizer_spec, source, val_fraction=0.1):
         raise UserError(f'{folder}: {source} is empty')
     tokenizer = Tokenizer(tokenizer_spec)
     n = int(len(text) * (1 - val_fraction))
-    splits = {'train': tokenizer.encode(text[:n]), 'val': tokenizer.encode(text[n:])}
+    # one document: val begins inside of it, without a begin token
+    splits = {'train': tokenizer.begin + tokenizer.encode(text[:n]), 'val': tokenizer.encode(text[n:])}
     dtype = id_type(tokenizer.vocab_size)
     contents = {split + '.bin': np.array(ids, np.dtype(dtype).newbyteorder('<')).tobytes()
                 for split, ids in splits.items()}

@@ -47,9 +47,9 @@ def attention(attn, x, positions, visible, key_score, value_score, base=10000.0)
     values exp(value_score_j) v_j. positions: S numbers. The scores are (S,) logarithms, 0 in a plain transformer.
     """
     S, C = x.shape
-    D = C // attn.n_head
+    D = C // attn.heads[0]
     heads = []
-    for h in range(attn.n_head):
+    for h in range(attn.heads[0]):
         w_q, w_k, w_v = (w[h * D:(h + 1) * D] for w in attn.c_attn.weight.split(C))  # (D,C) each
         q = rotated(x @ w_q.T, positions, base)  # (S,D)
         k = rotated(x @ w_k.T, positions, base)

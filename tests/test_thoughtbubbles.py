@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import reference
 from config import UserError
+from config.machine import flops_per_token
 from model import GPT, GPTConfig, left_pad
 from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig, alive, select, stream_positions
 
@@ -94,7 +95,7 @@ def test_without_forks_it_is_the_plain_gpt_exactly():
         for (name, p), (other, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
             assert name == other and torch.equal(p, q) and torch.equal(p.grad, q.grad)
         assert plain.complete([[1, 2], [3]], 20, temperature=0) == model.complete([[1, 2], [3]], 20, temperature=0)
-        assert plain.flops_per_token() == model.flops_per_token()
+        assert flops_per_token(plain) == flops_per_token(model)
 
 
 # --- gradients ---
@@ -247,7 +248,7 @@ def test_flops_follow_the_streams():
     blocks = sum(p.numel() for p in gpt.layers[0].parameters())
     head = gpt.lm_head.weight.numel()
     by_hand = sum(6 * blocks * S + 12 * 16 * S * S for S in (16, 32, 32)) + 6 * head * 32
-    assert kappa2.flops_per_token() == by_hand / 16
+    assert flops_per_token(kappa2) == by_hand / 16
 
 
 @pytest.mark.parametrize('settings, named', [

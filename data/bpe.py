@@ -1,0 +1,156 @@
+"""Tokenizers of published models: byte pair encoding (BPE) joins bytes to tokens, the most frequent pairs first."""
+import json
+import math
+
+from config import UserError
+
+# how a text is cut into pieces before its bytes are joined; | tries from left to right
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# SmolLM2: GPT-2's after each digit was cut out, so spaces before one are not parted
+DIGITS = r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+class Tiktoken:
+    """A tiktoken encoding of n ids. Special tokens are never made from a text. Ids from n on stand for bytes that
+    the vocabulary lacks."""
+
+    def __init__(self, encoding, n):
+        self.encoding = encoding
+        self.n = n
+
+    def encode(self, text):
+        ids = self.encoding.encode_ordinary(text)
+        if ids and max(ids) >= self.n:
+            lacking = {self.encoding.decode_single_token_bytes(i) for i in ids if i >= self.n}
+            raise UserError(f'the tokenizer has no {", ".join(map(repr, sorted(lacking)))}: take these bytes out of '
+                            'the text')
+        return ids
+
+    def decode(self, ids):  # bytes, since a character may be spread over several tokens
+        return b''.join(map(self.encoding.decode_single_token_bytes, ids)).decode('utf-8', errors='replace')
+
+
+class HuggingFace:
+    """A tokenizer.json as the tokenizers package reads it. Special tokens are never made from a text."""
+
+    def __init__(self, text):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise UserError('this model\'s tokenizer needs the tokenizers package: pip install tokenizers') from None
+        try:
+            self.tokenizer = Tokenizer.from_str(text)
+        except Exception as e:
+            raise UserError(f'tokenizer.json cannot be read ({e})') from e
+        self.tokenizer.encode_special_tokens = True  # as the text that they look like
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self.n = max(self.tokenizer.get_vocab().values()) + 1
+
+    def encode(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def gpt2_tokens(spec):
+    import tiktoken  # only here: it fetches the vocabulary from the net at first use
+    try:
+        encoding = tiktoken.get_encoding('gpt2')
+        return Tiktoken(encoding, encoding.n_vocab)
+    except Exception as e:
+        raise UserError(f'the gpt2 vocabulary could not be loaded ({type(e).__name__}): tiktoken fetches it once; '
+                        'offline, set TIKTOKEN_CACHE_DIR to a folder that has it') from e
+
+
+def json_tokens(spec):
+    """tokenizer.json by tiktoken where that is exactly the same, as was found when it was read first (`tiktoken`
+    in the spec); else by the tokenizers package."""
+    text = spec.get('json')
+    try:
+        return as_tiktoken(json.loads(text)) if spec.get('tiktoken') else HuggingFace(text)
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(f'the tokenizer is damaged ({type(e).__name__}: {e})') from e
+
+
+def pattern_of(pre):
+    """The regular expression that cuts as a pre_tokenizer does, None for one that is not known here."""
+    *steps, last = pre['pretokenizers'] if pre['type'] == 'Sequence' else [pre]
+    if last['type'] != 'ByteLevel' or last['add_prefix_space']:
+        return None
+    if last.get('use_regex', True):
+        if not steps:
+            return GPT2
+        return DIGITS if steps == [{'type': 'Digits', 'individual_digits': True}] else None
+    known = {'type': 'Split', 'pattern': {'Regex': LLAMA3}, 'behavior': 'Isolated', 'invert': False}
+    return LLAMA3 if steps == [known] else None
+
+
+def byte_alphabet():
+    """tokenizer.json writes a byte as a printable character: itself, or one from 256 on. Returns {character: byte}."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {**{chr(b): b for b in printable}, **{chr(256 + i): b for i, b in enumerate(others)}}
+
+
+def ranks_of(parsed):
+    """(token bytes -> id, name of a special token -> id) of a tokenizer.json (parsed)."""
+    byte = byte_alphabet()
+    special = {token['content']: token['id'] for token in parsed['added_tokens']}
+    return {bytes(byte[ch] for ch in token): i for token, i in parsed['model']['vocab'].items()
+            if token not in special}, special
+
+
+def as_tiktoken(parsed):
+    """A tokenizer.json (parsed) of byte-level BPE as Tiktoken."""
+    import tiktoken
+    ranks, special = ranks_of(parsed)
+    n = len(ranks) + len(special)
+    lacking = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
+    ranks.update((b, n + i) for i, b in enumerate(lacking))
+    return Tiktoken(tiktoken.Encoding('published', pat_str=pattern_of(parsed['pre_tokenizer']),
+                                      mergeable_ranks=ranks, special_tokens=special), n)
+
+
+def is_tiktoken(parsed):
+    """Whether tiktoken's encoding equals that of a tokenizer.json (parsed), always. tiktoken joins the two
+    neighbours whose union has the lowest id, whatever the list of merges says, and takes a piece that is a token as
+    it is."""
+    try:
+        model = parsed['model']
+        odd = [parsed.get('normalizer'), model.get('dropout'), model.get('byte_fallback'),
+               model.get('continuing_subword_prefix'), model.get('end_of_word_suffix')]
+        odd += [not token['special'] for token in parsed['added_tokens']]  # such a one is cut out of a text
+        if model['type'] != 'BPE' or any(odd) or not pattern_of(parsed['pre_tokenizer']):
+            return False
+        ranks, special = ranks_of(parsed)
+        byte = byte_alphabet()
+        merges = [merge.split(' ') if isinstance(merge, str) else merge for merge in model['merges']]
+        merges = [tuple(bytes(byte[ch] for ch in part) for part in merge) for merge in merges]
+        order = [ranks[a + b] for a, b in merges]
+    except (KeyError, TypeError, ValueError):
+        return False
+    ids = sorted([*ranks.values(), *special.values()])
+    if order != sorted(order) or ids != list(range(len(ids))):
+        return False
+    # each token must come about by a merge in the list; then no other pair can ever stand for it
+    listed = {*merges}
+    for token in ranks:
+        parts = joined(token, ranks)
+        if len(token) > 1 and tuple(parts) not in listed and not (len(parts) > 2 and model.get('ignore_merges')):
+            return False
+    return True
+
+
+def joined(token, ranks):
+    """What a token (bytes) consists of before its own merge, by tiktoken's rule."""
+    parts = [bytes([b]) for b in token]
+    while len(parts) > 1:
+        rank, i = min((ranks.get(a + b, math.inf), i) for i, (a, b) in enumerate(zip(parts, parts[1:])))
+        if rank >= ranks[token]:
+            break
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return parts
