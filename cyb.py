@@ -17,8 +17,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from config import UserError, check_choice, check_range
-from model import (GPT, GPTConfig, GREEDY, KVCache, causal_mask, check_sampling, eval_mode, mean_nll, sample_token,
+from config import UserError, check_choice, check_range, check_sampling
+from model import (GPT, GPTConfig, GREEDY, KVCache, causal_mask, eval_mode, mean_nll, sample_token,
                    text_start)
 
 

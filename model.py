@@ -1,6 +1,6 @@
-"""The GPT core: a pre-norm decoder, one attention for every method, cached generation, LoRA.
+"""The GPT core: a pre-norm decoder, one attention for every method, one head, cached generation.
 
-Shapes: B batch, T tokens, S streams (= T here), H heads, D head width, C = H * D width, V vocabulary.
+Shapes: B batch, T tokens, S streams (= T here), H heads, D head width, C width, V vocabulary.
 
 A method is a config class, a model class and a source of batches. This is all that it may override:
 
@@ -15,8 +15,8 @@ A method is a config class, a model class and a source of batches. This is all t
              spent            what the model spent on each token, where that is not the same for all
              load_pretrained  another model's weights -> this one
              row_lengths      positions that each block computes, for the cost
+             token_index      positions -> the tokens that they belong to
              report           what a finished run shows
-             token_index      positions -> the tokens that they belong to, where attention has a window
     batches  train_batch      (stage, iteration, rows) -> tensors for forward
              val_batch        (stage, rows) -> the same for validation
              epoch_iters      iterations in a pass over the data
@@ -35,7 +35,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from config import UserError, check_choice, check_range
+from config import UserError, check_choice, check_range, check_sampling
 from config.checkpoint import copy_weights
 from config.lora import add_adapters
 
@@ -82,15 +82,15 @@ class GPTConfig:
         check_range(vars(self), 'dropout', 0, 1)
         check_range(vars(self), 'n_kv_head head_dim n_hidden window norm_eps', 0)
         check_choice(vars(self), 'activation', 'gelu gelu_tanh silu')
+        half = self.head_width // 2
         for wrong, name, expected in [
-                (self.n_head % self.kv_heads, 'n_kv_head', f'n_head = {self.n_head} is not a multiple of it'),
-                (self.head_dim % 2, 'head_dim', 'rotary positions turn pairs of channels: give an even number'),
-                (not {*self.local_layers} <= {*range(self.n_layer)}, 'local_layers', 'give blocks, counted from 0'),
-                (self.local_layers and not self.window, 'window', 'local_layers need at least 1'),
                 (self.rope_base <= 1, 'rope_base', 'must be above 1'),
                 (self.local_rope_base <= 1, 'local_rope_base', 'must be above 1'),
-                (len(self.rope_frequencies) not in (0, self.head_width // 2), 'rope_frequencies',
-                 f'give {self.head_width // 2}')]:
+                (self.n_head % self.kv_heads, 'n_kv_head', f'n_head = {self.n_head} is not a multiple of it'),
+                (self.head_dim % 2, 'head_dim', 'give an even number'),
+                (len(self.rope_frequencies) not in (0, half), 'rope_frequencies', f'give {half} numbers'),
+                (not {*self.local_layers} <= {*range(self.n_layer)}, 'local_layers', 'give blocks, from 0 on'),
+                (self.local_layers and not self.window, 'window', 'local_layers need at least 1')]:
             if wrong:
                 raise UserError(f'{name} = {getattr(self, name)}: {expected}')
         step = self.n_head * (1 if self.learned_positions else 2)  # rotary positions turn pairs of channels
@@ -185,7 +185,9 @@ class GrowingCache(KVCache):
         return self.k, self.v
 
 
-def norm(config, width):
+def norm(config, width, wanted=True):
+    if not wanted:
+        return nn.Identity()
     if config.rms_norm:
         return nn.RMSNorm(width, config.norm_eps)
     return nn.LayerNorm(width, config.norm_eps, bias=config.bias)
@@ -200,8 +202,8 @@ class CausalSelfAttention(nn.Module):
         self.score_unit = 1.0  # of log_p beside q.k
         self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * D, bias=config.bias)
         self.c_proj = nn.Linear(config.n_head * D, config.n_embd, bias=config.bias)
-        self.q_norm = norm(config, D) if config.qk_norm else nn.Identity()
-        self.k_norm = norm(config, D) if config.qk_norm else nn.Identity()
+        self.q_norm = norm(config, D, config.qk_norm)
+        self.k_norm = norm(config, D, config.qk_norm)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, log_p=None, cache=None):
@@ -226,9 +228,8 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(k, v)
         if mask is None:
             mask = causal_mask(S, k.size(2), device=x.device)
-        groups = q.size(1) // k.size(1)
-        if groups > 1 and mask is not None and q.is_cuda:  # the kernel that takes a mask knows no groups there
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        if q.is_cuda and mask is not None:  # the kernel that takes a mask there wants equally many heads
+            k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and S == k.size(2),
                                            dropout_p=self.dropout if self.training else 0.0, scale=D ** -0.5,
                                            enable_gqa=q.size(1) > k.size(1))
@@ -249,11 +250,10 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        up = self.c_fc(x)
         if self.gated:
-            gate, up = up.chunk(2, dim=-1)
+            gate, up = self.c_fc(x).chunk(2, dim=-1)
             return self.dropout(self.c_proj(self.activation(gate) * up))
-        return self.dropout(self.c_proj(self.activation(up)))
+        return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
 
 
 class Block(nn.Module):
@@ -265,8 +265,8 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config)
         self.ln_2 = norm(config, config.n_embd)
         self.mlp = self.mlp_class(config)
-        self.post_1 = norm(config, config.n_embd) if config.second_norms else nn.Identity()
-        self.post_2 = norm(config, config.n_embd) if config.second_norms else nn.Identity()
+        self.post_1 = norm(config, config.n_embd, config.second_norms)
+        self.post_2 = norm(config, config.n_embd, config.second_norms)
 
     def forward(self, x, rope=None, mask=None, log_p=None, gate=None, cache=None):
         """x (B,S,C) -> (B,S,C). gate (B,S,1) multiplies both residual updates; the rest goes to attention."""
@@ -360,14 +360,14 @@ def mean_nll(nll, targets):
 @contextlib.contextmanager
 def eval_mode(model):
     """A block of code without dropout; then the mode is as before."""
-    was_training = model.training
-    if was_training:  # switching takes a tenth of a short answer's time
-        model.eval()
+    if not model.training:  # switching takes a tenth of a short answer's time
+        yield
+        return
+    model.eval()
     try:
         yield
     finally:
-        if was_training:
-            model.train()
+        model.train()
 
 
 class GPT(nn.Module):
@@ -409,13 +409,12 @@ class GPT(nn.Module):
         if self.wpe is not None:
             return None
         c = self.config
-        kind = {'device': positions.device, 'dtype': torch.promote_types(self.wte.weight.dtype, torch.float32)}
+        dtype = torch.promote_types(self.wte.weight.dtype, torch.float32)
+        exponent = torch.arange(0, c.head_width, 2, device=positions.device, dtype=dtype) / c.head_width
+        frequency = (c.local_rope_base if local else c.rope_base) ** -exponent
         if c.rope_frequencies and not local:
-            frequency = torch.tensor(c.rope_frequencies, **kind)
-        else:
-            exponent = torch.arange(0, c.head_width, 2, **kind) / c.head_width
-            frequency = (c.local_rope_base if local else c.rope_base) ** -exponent
-        angles = positions.to(kind['dtype'])[:, None, :, None] * frequency
+            frequency = frequency.new_tensor(c.rope_frequencies)
+        angles = positions.to(dtype)[:, None, :, None] * frequency
         return angles.cos(), angles.sin()
 
     def token_index(self, positions):
@@ -423,8 +422,7 @@ class GPT(nn.Module):
         return positions
 
     def views(self, x, positions, mask=None, cache=None):
-        """What a block gets beside x (B,S,C): (rope, mask), of a block that reaches back to the beginning and of
-        one of local_layers."""
+        """(rope, mask) for blocks that reach back to the beginning, and for those of local_layers."""
         c = self.config
         whole = self.rope(positions), mask
         if not c.local_layers:
@@ -433,8 +431,8 @@ class GPT(nn.Module):
         key = cache[0].append_index(query) if cache else query
         if key.size(1) > c.window:
             if mask is None:  # causal
-                shape = query.size(1), key.size(1)
-                mask = torch.ones(shape, dtype=torch.bool, device=x.device).tril(shape[1] - shape[0])
+                S, keys = query.size(1), key.size(1)
+                mask = torch.ones(S, keys, dtype=torch.bool, device=x.device).tril(keys - S)
             mask = mask & (query[:, :, None] - key[:, None] < c.window)[:, None]
         return whole, (self.rope(positions, local=True), mask)
 
@@ -454,8 +452,7 @@ class GPT(nn.Module):
         """Raises UserError where so many positions do not fit into a row."""
         c = self.config
         if positions > c.row_size:
-            per_token = c.row_size // c.block_size
-            tokens = -(-positions // per_token)
+            tokens = -(-positions * c.block_size // c.row_size)
             raise UserError(f'a row of {tokens} tokens is longer than block_size = {c.block_size}')
 
     def trunk(self, idx, positions=None, mask=None, pad=None, cache=None):
@@ -605,15 +602,6 @@ class GPT(nn.Module):
     def row_lengths(self):
         """Positions that each block, and the head, compute for a full row of block_size tokens: (list, int)."""
         return [self.config.block_size] * self.config.n_layer, self.config.block_size
-
-
-def check_sampling(prompts, temperature, top_k, top_p):
-    if not prompts or not all(len(p) for p in prompts):
-        raise UserError('the prompt is empty: give at least one token')
-    for name, value, valid in [('temperature', temperature, temperature >= 0), ('top_k', top_k, top_k >= 0),
-                               ('top_p', top_p, 0 < top_p <= 1)]:
-        if not valid:
-            raise UserError(f'{name} = {value}: temperature and top_k are 0 or more, top_p is in (0, 1]')
 
 
 def left_pad(rows, device):

@@ -16,12 +16,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from config import UserError, check_choice, check_range
+from config import UserError, check_choice, check_range, check_sampling
 from config.checkpoint import OWN_ROWS, merge_adapters
 from config.lora import OwnRows
 from data import records
 from data.records import MEMORY, QUESTION, READOUT, Row
-from model import (GPT, GPTConfig, GrowingCache, KVCache, Stage, causal_mask, check_sampling, eval_mode, left_pad,
+from model import (GPT, GPTConfig, GrowingCache, KVCache, Stage, causal_mask, eval_mode, left_pad,
                    sample_token, text_start)
 
 # --- rows ---

@@ -9,7 +9,9 @@ import dataclasses
 import datetime
 import difflib
 import functools
+import importlib
 import inspect
+import json
 import math
 import os
 import re
@@ -51,6 +53,38 @@ def check_choice(settings, name, choices):
     """Raises UserError if settings[name] is not one of the choices (separated by spaces)."""
     if settings[name] not in choices.split():
         raise UserError(f'{name} = {settings[name]!r}: choose {", ".join(choices.split())}')
+
+
+def check_sampling(prompts, temperature, top_k, top_p):
+    """Raises UserError for a prompt (token list) that is empty or a setting of sampling out of range."""
+    if not prompts or not all(len(p) for p in prompts):
+        raise UserError('the prompt is empty: give at least one token')
+    for name, value, valid in [('temperature', temperature, temperature >= 0), ('top_k', top_k, top_k >= 0),
+                               ('top_p', top_p, 0 < top_p <= 1)]:
+        if not valid:
+            raise UserError(f'{name} = {value}: temperature and top_k are 0 or more, top_p is in (0, 1]')
+
+
+def need(package, what):
+    """An optional package. Raises UserError."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise UserError(f'{what} needs the {package} package: pip install {package}') from None
+
+
+def read_json(path):
+    """The object in a JSON file, {} where there is no file. Raises UserError."""
+    try:
+        with open(path, encoding='utf-8') as f:
+            found = json.load(f)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise UserError(f'{path} cannot be read ({e})') from e
+    if not isinstance(found, dict):
+        raise UserError(f'{path} does not hold an object')
+    return found
 
 
 # --- what settings there are ---

@@ -1,5 +1,6 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all; the log of a run."""
 import contextlib
+import json
 import os
 import time
 from glob import escape, glob
@@ -34,3 +35,18 @@ def write_file(path, content):
     """Write bytes or text (as UTF-8, lines ending in \\n)."""
     with whole_file(path) as f:
         f.write(content if isinstance(content, bytes) else content.encode('utf-8'))
+
+
+def read_log(path):
+    """The entries of log.jsonl; a line that a crash left broken is passed over."""
+    entries = []
+    with open(path, encoding='utf-8', errors='replace') as f:
+        for line in f:
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                print(f'{path}: passing over a broken line')
+                continue
+            if isinstance(entry, dict) and type(entry.get('iter')) is int:
+                entries.append(entry)
+    return entries

@@ -6,31 +6,20 @@ checkpoint of this project, that of a GPT at step 0.
 
 Only safetensors files are read: a pickle can run code.
 """
-import importlib
-import json
 import math
 import os
 import re
 
 import torch
 
-from config import UserError, on_hub
+from config import UserError, need, on_hub, read_json
 from config.checkpoint import VERSION, first_line, load_checkpoint
 from data import Tokenizer
-from data.bpe import is_tiktoken
+from data.bpe import published_spec
 
 BLOCK_SIZE = 1024  # at most, unless set: a row's memory and time grow with it, and published models reach far
 WANTED = ['config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json', '*.safetensors',
           'model.safetensors.index.json']
-
-
-def need(package):
-    """An optional package. Raises UserError."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise UserError(f'published models need the {package.split(".")[0]} package: pip install '
-                        f'{package.split(".")[0]}') from None
 
 
 # --- where a start is ---
@@ -50,7 +39,7 @@ def load_start(name):
 
 def download(name):
     """The folder that a model on the hub was fetched into."""
-    hub = need('huggingface_hub')
+    hub = need('huggingface_hub', 'fetching a model')
     print(f'{name}: looking for it on the Hugging Face hub, or in its cache here', flush=True)
     try:
         return hub.snapshot_download(name, allow_patterns=WANTED)
@@ -63,19 +52,6 @@ def download(name):
     except Exception as e:  # many kinds, of the hub and of the network
         raise UserError(f'{name} could not be fetched ({type(e).__name__}: {first_line(e)}): without a network, give '
                         'a folder that has it') from e
-
-
-def read_json(path):
-    try:
-        with open(path, encoding='utf-8') as f:
-            found = json.load(f)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as e:
-        raise UserError(f'{path} cannot be read ({e})') from e
-    if not isinstance(found, dict):
-        raise UserError(f'{path} does not hold an object')
-    return found
 
 
 # --- settings ---
@@ -184,8 +160,7 @@ def settings_of(path):
 
 def open_tensors(folder):
     """{tensor's name: the open file that has it} of all safetensors files of a folder."""
-    need('safetensors')
-    from safetensors import safe_open
+    safe_open = need('safetensors', 'reading published weights').safe_open
     index = os.path.join(folder, 'model.safetensors.index.json')
     weight_map = read_json(index).get('weight_map')
     files = sorted({*weight_map.values()}) if weight_map else ['model.safetensors']
@@ -260,33 +235,7 @@ def theirs(name, family):
     return [f'{layer or ""}{part}.{kind}' for part in names.get(inner, [inner])]
 
 
-# --- tokenizer ---
-
-def tokenizer_spec(folder, c):
-    """What data.Tokenizer reads, of the tokenizer's files."""
-    path = os.path.join(folder, 'tokenizer.json')
-    parsed = read_json(path)
-    if not parsed:
-        raise UserError(f'{path} is missing: the model cannot be given a text without it')
-    with open(path, encoding='utf-8') as f:
-        spec = {'kind': 'json', 'json': f.read(), 'tiktoken': is_tiktoken(parsed)}
-    # what a document opens with: tokenizer.json says it as a template, some files only in tokenizer_config.json
-    post = parsed.get('post_processor') or {}
-    templates = [p for p in post.get('processors', [post]) if p.get('type') == 'TemplateProcessing']
-    other = read_json(os.path.join(folder, 'tokenizer_config.json'))
-    ids = {token['content']: token['id'] for token in parsed.get('added_tokens', [])}
-    if templates:
-        for part in templates[0]['single']:
-            if 'Sequence' in part:
-                break
-            spec.setdefault('begin', []).extend(templates[0]['special_tokens'][part['SpecialToken']['id']]['ids'])
-    elif other.get('add_bos_token') is True:
-        token = other.get('bos_token')
-        spec['begin'] = [ids[token['content'] if isinstance(token, dict) else token]]
-    end = c.get('eos_token_id')
-    end = end[0] if isinstance(end, list) and end else end
-    return spec if end is None else {**spec, 'end': end}
-
+# --- all of it ---
 
 def read_folder(folder):
     """A published model's folder as a checkpoint. Raises UserError."""
@@ -303,7 +252,7 @@ def read_folder(folder):
         for name in [name for name in state if name.endswith('q_norm.weight')]:
             state[name] *= (config.head_width / c.get('query_pre_attn_scalar', 256)) ** 0.5
     try:
-        spec = tokenizer_spec(folder, c)
+        spec = published_spec(folder, c.get('eos_token_id'))
         size = Tokenizer(spec).vocab_size
     except (KeyError, TypeError, AttributeError, IndexError) as e:
         raise UserError(f'{folder}: tokenizer.json or tokenizer_config.json is damaged ({e!r})') from e

@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 import config
 import data
-from config import UserError, check_range
+from config import UserError, check_range, need
 from config.checkpoint import (VERSION, first_line, load_checkpoint, load_optimizer, load_weights, merge_resumed,
                                save_checkpoint, starting_settings)
-from config.files import write_file
+from config.files import read_log, write_file
 from config.machine import (check_memory, choose_compile, choose_device, choose_dtype, flops_per_token, peak_flops,
                             set_threads)
 from config.pretrained import load_start
@@ -383,22 +383,4 @@ def check_settings(settings, world):
         raise UserError(f'grad_accum = {settings["grad_accum"]} micro-batches cannot be shared out over {world} '
                         f'processes: use a multiple of {world}')
     if settings['wandb_project']:
-        try:
-            import wandb
-        except ImportError:
-            raise UserError('wandb_project is set, but wandb is not installed: pip install wandb') from None
-
-
-def read_log(path):
-    """The entries of log.jsonl; a line that a crash left broken is passed over."""
-    entries = []
-    with open(path, encoding='utf-8', errors='replace') as f:
-        for line in f:
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):
-                print(f'{path}: passing over a broken line')
-                continue
-            if isinstance(entry, dict) and type(entry.get('iter')) is int:
-                entries.append(entry)
-    return entries
+        need('wandb', 'wandb_project')

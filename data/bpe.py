@@ -1,8 +1,9 @@
 """Tokenizers of published models: byte pair encoding (BPE) joins bytes to tokens, the most frequent pairs first."""
 import json
 import math
+import os
 
-from config import UserError
+from config import UserError, need, read_json
 
 # how a text is cut into pieces before its bytes are joined; | tries from left to right
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -36,12 +37,9 @@ class HuggingFace:
     """A tokenizer.json as the tokenizers package reads it. Special tokens are never made from a text."""
 
     def __init__(self, text):
+        tokenizers = need('tokenizers', "this model's tokenizer")
         try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise UserError('this model\'s tokenizer needs the tokenizers package: pip install tokenizers') from None
-        try:
-            self.tokenizer = Tokenizer.from_str(text)
+            self.tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as e:
             raise UserError(f'tokenizer.json cannot be read ({e})') from e
         self.tokenizer.encode_special_tokens = True  # as the text that they look like
@@ -154,3 +152,28 @@ def joined(token, ranks):
             break
         parts[i:i + 2] = [parts[i] + parts[i + 1]]
     return parts
+
+
+def published_spec(folder, end):
+    """What data.Tokenizer reads of a published model's folder. end: the id after a document, of its config.json."""
+    path = os.path.join(folder, 'tokenizer.json')
+    parsed = read_json(path)
+    if not parsed:
+        raise UserError(f'{path} is missing: the model cannot be given a text without it')
+    with open(path, encoding='utf-8') as f:
+        spec = {'kind': 'json', 'json': f.read(), 'tiktoken': is_tiktoken(parsed)}
+    # what a document opens with: tokenizer.json says it as a template, some files only in tokenizer_config.json
+    post = parsed.get('post_processor') or {}
+    templates = [p for p in post.get('processors', [post]) if p.get('type') == 'TemplateProcessing']
+    other = read_json(os.path.join(folder, 'tokenizer_config.json'))
+    ids = {token['content']: token['id'] for token in parsed.get('added_tokens', [])}
+    if templates:
+        for part in templates[0]['single']:
+            if 'Sequence' in part:
+                break
+            spec.setdefault('begin', []).extend(templates[0]['special_tokens'][part['SpecialToken']['id']]['ids'])
+    elif other.get('add_bos_token') is True:
+        token = other.get('bos_token')
+        spec['begin'] = [ids[token['content'] if isinstance(token, dict) else token]]
+    end = end[0] if isinstance(end, list) and end else end
+    return spec if end is None else {**spec, 'end': end}
