@@ -25,8 +25,7 @@ from sample import load_settings, open_model
 from train import METHODS
 
 out_dir = 'out/run'  # the run whose checkpoint is read
-checkpoint = ''  # a checkpoint's path or a run's folder instead, such as out/run/best.pt
-init_from = ''  # a published model instead: gpt2, org/name on the Hugging Face hub, or a folder
+checkpoint = ''  # instead: a checkpoint's path, a run's folder, or a published model as in train.py
 dataset = ''  # the data set whose validation rows are read, empty: the one that the model was trained on
 output = ''  # where to write, without ending; empty: eval beside ckpt.pt, stage1_eval beside stage1.pt
 eval_rows = 512  # validation rows; records: as many test questions
@@ -137,7 +136,7 @@ def slots(model, on):
     gap = torch.cat(gap)
     never_early = stopping_distribution('last', W)  # as in generation, where the model stops at its own pace
     stops = stop_log_probs(gap, never_early).exp()  # (N,W)
-    # log_t is normalised, so lse = 0 and k = -gap; gamma is 1
+    # log_t is normalised: lse = 0, k = -gap
     loss, paced_loss = (cyb_loss(log_t, -gap, torch.zeros_like(gap), omega, [1.0] * W).mean().item()
                         for omega in (model.omega, never_early))
     expected = (stops * torch.arange(1, W + 1)).sum(dim=1)  # slots per token
@@ -161,12 +160,16 @@ def slots(model, on):
     order = common[mean[common].argsort(descending=True, stable=True)].tolist()
     named = [{'token': repr(on.batches.tokenizer.decode([t])), 'slots taken': mean[t].item(),
               'seen': count[t].item()} for t in order[:NAMED] + order[NAMED:][-NAMED:]]
+    rows = torch.cat([idx for idx, _ in on.rows]).tolist()
+    places = [divmod(i, len(rows[0])) for i in expected.topk(min(NAMED, len(expected))).indices.tolist()]
+    context = [{'slots taken': expected[r * len(rows[0]) + i].item(),
+                'after': repr(on.batches.tokenizer.decode(rows[r][max(0, i - 11):i + 1]))} for r, i in places]
     return {'loss': loss, 'perplexity': perplexity(loss), 'loss at its own pace': paced_loss,
             'perplexity at its own pace': perplexity(paced_loss),
             'accuracy at its own pace': (stops * correct).sum(dim=1).mean().item(),
             'slots per token': expected.mean().item(), 'r(d, gain) within slots': r, 'p': p, 'slots': table,
             **{f'calibration of slot {i + 1}': calibration(d[:, i], gain[:, i]) for i in range(W - 1)},
-            'tokens that pause longest and shortest': named}
+            'tokens that pause longest and shortest': named, 'where it pauses longest': context}
 
 
 def skipping(model, on):
@@ -355,7 +358,7 @@ def main(argv):
     config.check_range(settings, 'eval_rows slow_rows batch_size')
     config.check_range(settings, 'seed', 0, 2 ** 63)
     set_threads(threads)
-    path, saved, model = open_model(init_from or checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
+    path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
     if (n_mem or beside) and saved['meta']['kind'] != 'records':
         raise UserError(f'n_mem, beside: {path} is a {saved["method"]} model, they are for models of records')
 
@@ -388,7 +391,7 @@ def main(argv):
     print_numbers(numbers, unit)
     stem = os.path.splitext(path)[0]
     name_of_file = 'eval' if os.path.basename(stem) == 'ckpt' else os.path.basename(stem) + '_eval'
-    folder = os.path.dirname(path) if saved['settings'] else 'out'  # nothing is written beside a published model
+    folder = os.path.dirname(path) if saved['settings'] else 'out'  # a published one's is not ours
     target = output or os.path.join(folder, name_of_file)
     os.makedirs(os.path.dirname(target) or '.', exist_ok=True)
     about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,

@@ -1,4 +1,7 @@
-"""Text from a checkpoint alone: python sample.py --out_dir=out/tb_small --prompt="ROMEO:" --show
+"""Text from a checkpoint alone, or from a published model:
+
+    python sample.py --out_dir=out/tb_small --prompt="ROMEO:" --show
+    python sample.py --init_from=gpt2 --prompt="The capital of France is" --temperature=0
 
 --show colours every token by what the model spent on it, streams or slots. A model trained on records answers the
 question in --prompt; --show then prints what is read after each memory block, with its probability. A training
@@ -19,8 +22,8 @@ from data.records import blocks_text, encode_question
 from train import METHODS, open_checkpoint
 
 out_dir = 'out/tb_small'  # the run whose checkpoint is read
-checkpoint = ''  # a checkpoint's path or a run's folder instead, such as out/tb_small/best.pt
-init_from = ''  # a published model instead: gpt2, org/name on the Hugging Face hub, or a folder
+checkpoint = ''  # instead: a checkpoint's path or a run's folder, such as out/tb_small/best.pt
+init_from = ''  # instead: a published model: gpt2, org/name on the Hugging Face hub, or a folder
 prompt = ''  # the text to continue, or a question; without it, a line break or any character, or one of the data's
 prompt_file = ''  # a file with the text to continue instead
 num_samples = 1  # continuations or answers
@@ -28,7 +31,7 @@ max_new_tokens = 300  # tokens per continuation
 temperature = 0.8  # 0 takes the likeliest token
 top_k = 0  # draw from the k likeliest tokens only, 0 = all
 top_p = 1.0  # draw from the likeliest tokens that together have this probability
-stop = ''  # end a continuation at this token's text, not only where the model ends it
+stop = ''  # end a continuation at this token's text, instead of where the model ends it
 seed = 1337  # of the draws
 pace = 'model'  # Catch Your Breath: a token pauses as the model wants (model), never (first) or always (all)
 threshold = 0.5  # Catch Your Breath at temperature 0: pause where P(don't know) is above it
@@ -128,10 +131,11 @@ def main(argv):
     at_once = num_samples == 1 and not show
     written = ''
     new = [[] for _ in range(num_samples)]
-    sampling.update(n_text=tokenizer.n_text, stop_token=stop_ids[0] if stop_ids else None)
+    stop_token = stop_ids[0] if stop_ids else tokenizer.end
+    sampling.update(n_text=tokenizer.n_text, stop_token=stop_token)
     for step in generate([ids] * num_samples, **sampling):
         for row, token in zip(new, step):
-            if token is not None:
+            if token is not None and not token == stop_token == tokenizer.end:  # which is no text
                 row.append(token)
         if at_once:
             so_far = text + tokenizer.decode(new[0])

@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import config
 import data
 from config import UserError
-from config.checkpoint import first_line, load_weights
+from config.checkpoint import first_line, load_start, load_weights
 from config.machine import choose_device
-from config.pretrained import load_start
 from config.run import Run
 from cyb import CYB, CYBConfig
 from data.text import TextBatches

@@ -4,7 +4,7 @@ import zipfile
 
 import torch
 
-from config import UserError
+from config import UserError, need, on_hub
 from config.files import whole_file
 
 VERSION = 2
@@ -59,6 +59,34 @@ def load_checkpoint(path, mmap=False):
     checkpoint['model'] = {str(name).replace('_orig_mod.', '').removeprefix('module.'): tensor
                            for name, tensor in checkpoint['model'].items()}
     return checkpoint
+
+
+def load_start(name):
+    """The checkpoint to start from: a file, a run's folder, a published model's folder, or its name on the Hugging
+    Face hub. Raises UserError."""
+    from config.pretrained import read_folder  # which builds on this file
+    if not os.path.exists(name) and on_hub(name):
+        return read_folder(download(name))
+    if os.path.exists(os.path.join(name, 'config.json')):
+        return read_folder(name)
+    return load_checkpoint(os.path.join(name, 'ckpt.pt') if os.path.isdir(name) else name)
+
+
+def download(name):
+    """The folder that a model of the Hugging Face hub was fetched into. Raises UserError."""
+    hub = need('huggingface_hub', 'fetching a model')
+    print(f'{name}: looking for it on the Hugging Face hub, or in its cache here', flush=True)
+    try:
+        return hub.snapshot_download(name, allow_patterns=['*.json', '*.safetensors'])
+    except hub.errors.GatedRepoError as e:
+        raise UserError(f'{name} is open only to those who accepted its licence: do that on its page at '
+                        'huggingface.co, then run hf auth login') from e
+    except hub.errors.RepositoryNotFoundError as e:
+        raise UserError(f'{name} is not on the Hugging Face hub, or not for you: check the name, or run hf auth '
+                        'login') from e
+    except Exception as e:  # many kinds, of the hub and of the network
+        raise UserError(f'{name} could not be fetched ({type(e).__name__}: {first_line(e)}): without a network, give '
+                        'a folder that has it') from e
 
 
 def load_weights(model, checkpoint, path):

@@ -18,12 +18,11 @@ from tqdm import tqdm
 import config
 import data
 from config import UserError, check_range, need
-from config.checkpoint import (VERSION, first_line, load_checkpoint, load_optimizer, load_weights, merge_resumed,
-                               save_checkpoint, starting_settings)
+from config.checkpoint import (VERSION, first_line, load_checkpoint, load_optimizer, load_start, load_weights,
+                               merge_resumed, save_checkpoint, starting_settings)
 from config.files import read_log, write_file
 from config.machine import (check_memory, choose_compile, choose_device, choose_dtype, flops_per_token, peak_flops,
                             set_threads)
-from config.pretrained import load_start
 
 SLOW_SAVE = 20  # seconds; torchrun kills its processes 30 seconds after it has passed a signal on
 

@@ -44,10 +44,9 @@ class Tokenizer:
         self.text = kinds[spec['kind']](spec)  # has encode, decode and n
         self.n_text = self.text.n
         self.begin = spec.get('begin', [])  # what a document opens with; a row from inside of one does not
-        self.end = spec.get('end')  # what ends one, None if nothing does
-        ids = self.begin + ([] if self.end is None else [self.end]) if isinstance(self.begin, list) else [None]
-        if not all(type(i) is int and 0 <= i < self.n_text for i in ids):
-            raise UserError(f'the tokenizer is damaged: begin = {self.begin!r}, end = {self.end!r}: expected ids')
+        self.end = spec.get('end')  # what ends one; None if nothing does
+        if not isinstance(self.begin, list) or not all(type(i) is int and 0 <= i < self.n_text for i in self.begin):
+            raise UserError(f'the tokenizer is damaged: begin = {self.begin!r}: expected a list of ids')
         names = distinct_texts('special', spec.get('special', []), 100)
         self.special = {name: self.n_text + i for i, name in enumerate(names)}
         self.vocab_size = self.n_text + len(names)
@@ -240,9 +239,9 @@ def read_with(name, spec, given=True):
         pass  # not there, or damaged: it is made now
     source = folder.removesuffix('.data') if folder.endswith('.txt.data') else os.path.join(folder, 'input.txt')
     if not given or not os.path.isfile(source):
-        raise UserError(f'dataset = {name!r} was prepared with another tokenizer than the model has: '
-                        + (f'{source}, the text to encode anew, is not there' if given else
-                           f'add --dataset={name} to encode it anew'))
+        raise UserError(f'dataset = {name!r} was prepared anew since, or with another tokenizer than the model has: '
+                        + (f'{source}, the text to encode with that, is not there' if given else
+                           f'add --dataset={name} to encode its text with that'))
     print(f'encoding {source} with the tokenizer of the model', flush=True)
     from data.text import write_text_dataset  # which builds on this file
     write_text_dataset(target, read_text(source), spec, os.path.basename(source))

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+from itertools import takewhile
 
 from config import UserError, need, read_json
 
@@ -163,17 +164,20 @@ def published_spec(folder, end):
     with open(path, encoding='utf-8') as f:
         spec = {'kind': 'json', 'json': f.read(), 'tiktoken': is_tiktoken(parsed)}
     # what a document opens with: tokenizer.json says it as a template, some files only in tokenizer_config.json
-    post = parsed.get('post_processor') or {}
-    templates = [p for p in post.get('processors', [post]) if p.get('type') == 'TemplateProcessing']
-    other = read_json(os.path.join(folder, 'tokenizer_config.json'))
-    ids = {token['content']: token['id'] for token in parsed.get('added_tokens', [])}
-    if templates:
-        for part in templates[0]['single']:
-            if 'Sequence' in part:
-                break
-            spec.setdefault('begin', []).extend(templates[0]['special_tokens'][part['SpecialToken']['id']]['ids'])
-    elif other.get('add_bos_token') is True:
-        token = other.get('bos_token')
-        spec['begin'] = [ids[token['content'] if isinstance(token, dict) else token]]
+    try:
+        post = parsed.get('post_processor') or {}
+        template = [p for p in post.get('processors', [post]) if p.get('type') == 'TemplateProcessing']
+        other = read_json(os.path.join(folder, 'tokenizer_config.json'))
+        spec['begin'] = []
+        if template:
+            pieces = takewhile(lambda piece: 'SpecialToken' in piece, template[0]['single'])
+            for piece in pieces:
+                spec['begin'] += template[0]['special_tokens'][piece['SpecialToken']['id']]['ids']
+        elif other.get('add_bos_token') is True:
+            token = other['bos_token']
+            name = token['content'] if isinstance(token, dict) else token
+            spec['begin'] = [token['id'] for token in parsed['added_tokens'] if token['content'] == name]
+    except (KeyError, TypeError, AttributeError) as e:
+        raise UserError(f'{path} or tokenizer_config.json is damaged ({e!r})') from e
     end = end[0] if isinstance(end, list) and end else end
     return spec if end is None else {**spec, 'end': end}

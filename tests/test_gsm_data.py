@@ -229,7 +229,7 @@ def test_a_record_data_set_is_written_whole_and_read_back(tmp_path, capsys):
     out = capsys.readouterr().out
     assert 'rows by number of steps: 1: 1, 2: 1' in out and 'left out: 3 rows, why' in out
     tokenizer = data.Tokenizer(meta['tokenizer'])
-    ids = [tokenizer.ids['1'], *tokenizer.special.values()]
+    ids = [tokenizer.text.ids['1'], *tokenizer.special.values()]
     assert tokenizer.decode(ids) == '1<b><m></b><end>' and ids[1:] == list(range(len(chars), len(chars) + 4))
     with pytest.raises(UserError, match="no 'x'"):
         records.write_record_dataset(str(tmp_path), {'train': [('x', ['1'], '1')]}, spec, 'a test')

@@ -126,7 +126,7 @@ COMMANDS = [
     ('train.py --beta1=-1', 'beta1 = -1.0: must be at least 0 and below 1'),
     (f'train.py --seed={2 ** 63}', f'seed = {2 ** 63}: must be at least 0 and below {2 ** 63}'),
     ('train.py --min_lr=0.1', 'min_lr = 0.1 is above learning_rate = 0.001: lower it too'),
-    ('train.py --wandb_project=x', 'wandb_project is set, but wandb is not installed: pip install wandb'),
+    ('train.py --wandb_project=x', 'wandb_project needs the wandb package: pip install wandb'),
     # the machine
     ('train.py --device=tpu', "device = 'tpu': choose auto, cpu, cuda, cuda:N or mps"),
     ('train.py --device=cuda:x', "device = 'cuda:x': choose"),
@@ -141,7 +141,7 @@ COMMANDS = [
      'holds a run already: --init_from=resume ... --overwrite ... --out_dir=... leaves it alone'),
     ('train.py --init_from=resume', 'out/ckpt.pt is not there: train one first, or give --out_dir'),
     ('train.py --init_from=resmue',
-     "init_from = 'resmue' is not there: choose scratch, resume, auto or the path of a checkpoint"),
+     "init_from = 'resmue' is not there: choose scratch, resume, auto, the path of a checkpoint or"),
     ('train.py --init_from=out/cot_small/nothing.pt',
      'is not there: make it with python train.py config/cot_small.py'),
     ('train.py --init_from={tb}/ckpt.pt --method=thoughtbubbles --n_head=4',
@@ -154,7 +154,7 @@ COMMANDS = [
      'fork_layers = (2,): ... has (1, 2); leave'),
     ('train.py --init_from={cyb}/ckpt.pt --method=cyb --W=4', 'W = 4: ... has 2; leave it out'),
     ('train.py --init_from={gpt}/ckpt.pt --dataset={other}',
-     'was trained with another tokenizer than the data set has'),
+     'was prepared anew since, or with another tokenizer than the model has: ...input.txt, the text'),
     ('train.py --init_from={sft}/ckpt.pt --method=rim --dataset={records} --learned_positions --block_size=64'
      ' --lora_rank=2',
      'block_size = 64: the checkpoint to start from has 48 positions, and with lora_rank no further ones are'),
@@ -279,7 +279,7 @@ COMMANDS = [
     ('eval.py --out_dir={gpt} --threads=100000', 'threads = 100000: this machine has'),
     ('eval.py --out_dir={gpt} --n_mem=2', 'ckpt.pt is a gpt model, they are for models of records'),
     ('eval.py --out_dir={gpt} --beside={rim}', 'ckpt.pt is a gpt model, they are for models of records'),
-    ('eval.py --out_dir={gpt} --dataset={other}', 'its tokenizer is not the one that ... was trained with'),
+    ('eval.py --out_dir={gpt} --dataset={other}', 'with another tokenizer than the model has'),
     ('eval.py --out_dir={rim} --beside={gpt}',
      'beside: ...run_gpt was not trained on records with the tokenizer of'),
     ('eval.py --out_dir={rim} --beside={out}/nowhere', 'nowhere is not there'),
@@ -539,7 +539,7 @@ def write(**splits):
     # tokenizers
     (lambda: spec(chars=sorted(set('hello wörld\n'))).encode('hello z\tzx'),
      "has no 'z', '\\t', 'x': its 10"),  # in order, once
-    (lambda: spec(kind='words'), 'is unknown: its kind is char or gpt2'),
+    (lambda: spec(kind='words'), 'is unknown: its kind is char, gpt2 or json'),
     (lambda: data.Tokenizer([]), 'tokenizer ... is unknown'),
     *((lambda chars=chars: spec(chars=chars),
        'the tokenizer is damaged: chars = ... expected a list of distinct texts of at most 1 characters')
@@ -559,7 +559,7 @@ def write(**splits):
     (lambda: rim(vocab_size=4), 'vocab_size = 4: there must be room for <b>, <m>, </b>, <end> and for text'),
     (lambda: Coconut(CoconutConfig(**{**SIZE, 'vocab_size': 4})), 'vocab_size = 4: there must be room'),
     (lambda: ThoughtbubblesConfig(kappa=math.nan), 'kappa = nan: must be at least 1'),
-    (lambda: ThoughtbubblesConfig(keep_bias=math.inf), 'keep_bias = inf: must be a number'),
+    (lambda: ThoughtbubblesConfig(keep_bias=math.inf), 'keep_bias = inf: must be at least -1000000.0'),
     *((lambda make=make: make()(row(17)), 'a row of 17 tokens is longer than block_size = 16')
       for make in (gpt, breath, lambda: Thoughtbubbles(ThoughtbubblesConfig(**SIZE, fork_layers=(1,))))),
     (lambda: gpt().complete([[]], 2), 'the prompt is empty: give at least one token'),

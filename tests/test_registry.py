@@ -26,16 +26,19 @@ SETTINGS = {method: class_settings(config_class) for method, (config_class, *_) 
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=28, fork_layers=(0, 1), n_blocks=2, stage2_iters=2)
 # second values of settings for which the next number does not do, and those that a comment does not list
 SECOND = dict(vocab_size=[VOCABULARY], n_head=[4], n_embd=[24], fork_layers=[(1,)], kappa=[1.5],
-              omega=[(0.25, 0.75)], epochs=[0.3], stage2_epochs=[0.4], max_steps=[2])
+              omega=[(0.25, 0.75)], rope_frequencies=[(1.0, 0.5, 0.2, 0.1)], local_layers=[(1,)],
+              window=[3], head_dim=[6], n_hidden=[20], epochs=[0.3], stage2_epochs=[0.4], max_steps=[2])
 # what a setting needs beside it to make a difference
 NEEDS = {**dict.fromkeys('anneal stage2_learning_rate stage2_dropout stage2_epochs'.split(), {'train_on': 'rim'}),
          'stage2_iters': {'train_on': 'rim', 'stage2_epochs': 0.0}, 'd_init': {'objective': 'cyb'},
-         'rope_base': {'learned_positions': False}}
+         'rope_base': {'learned_positions': False, 'rope_frequencies': ()}, 'local_layers': {'window': 3},
+         'window': {'local_layers': (1,)}, 'local_rope_base': {'local_layers': (1,), 'window': 3}}
 # weights that do not start as GPT-2's: pattern of the name, (mean, std) from the config and the weight's shape
 SCALES = {
     # P(don't know) = d_init, where the logsumexp of the others is log V
     'dont_know.bias': lambda c, shape: (math.log(c.vocab_size * c.d_init / (1 - c.d_init)), 0),
     'pauses': lambda c, shape: (0, 0.02),  # embeddings, though no nn.Embedding
+    'special_*': lambda c, shape: (0, 0.02),
     'forks.*.embedding': lambda c, shape: (0, c.n_embd ** -0.5),  # the paper's N(0, 1/C)
     '*.lora_a': lambda c, shape: (0, shape[1] ** -0.5),  # keeps the level of its input
     '*.lora_b': lambda c, shape: (0, 0),  # the adapter begins as nothing
@@ -141,12 +144,12 @@ def check(folder, i):
 def test_weights_start_as_gpt2s(method):
     """Means and standard deviations within five standard errors."""
     for case in packed(method):
-        settings = {'vocab_size': VOCABULARY, 'n_embd': 64, 'bias': True, **case}
+        settings = {'vocab_size': VOCABULARY, 'n_embd': 64, 'head_dim': 8, 'bias': True, **case}
         model = train.METHODS[method][1](train.METHODS[method][0](**tiny(method, settings)))
         for name, p in model.named_parameters():
             module, std = model.get_submodule(name.rpartition('.')[0]), 0.02 if name.endswith('weight') else 0
             scale = None
-            if isinstance(module, nn.LayerNorm):
+            if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
                 scale = float(name.endswith('weight')), 0
             elif isinstance(module, (nn.Linear, nn.Embedding)):
                 scale = 0, std / math.sqrt(2 * model.config.n_layer) if 'c_proj' in name else std

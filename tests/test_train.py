@@ -313,7 +313,7 @@ def test_sampling(trained, capsys, tmp_path):
     tokenizer = data.Tokenizer(load_checkpoint(trained)['meta']['tokenizer'])
     stop = first[12]
     assert text_of(capsys, *arguments, f'--stop={stop}') == first[:7 + first[7:].index(stop) + 1] + '\n'
-    assert stop in tokenizer.ids
+    assert stop in tokenizer.text.ids
     several = text_of(capsys, *arguments, '--num_samples=3')
     assert several.count('12 plus') == 3 and '--- 3 of 3 ---' in several
     greedy = text_of(capsys, *arguments, '--temperature=0', '--num_samples=2')

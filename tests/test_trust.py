@@ -343,7 +343,7 @@ def test_fuzzed_data_is_read_whole_or_named(dataset):
                 assert turn and '\n' not in str(e) and dataset in str(e)
             else:
                 assert all(torch.equal(a, b) for a, b in zip(batches.train_batch(None, 0, [0, 1]), rows))
-                assert batches.tokenizer.chars == chars
+                assert batches.tokenizer.text.chars == chars
 
 
 def test_fuzzed_records_are_read_whole_or_named(tmp_path):
