@@ -19,8 +19,11 @@ import data
 from config import UserError
 from config.files import write_file
 from config.machine import set_threads
+from config.tables import draw, print_numbers
 from cyb import SlotRows, cyb_loss, stop_log_probs, stopping_distribution
 from data import records
+from data.records import row_tensors
+from rim import build_row, memory_mask
 from sample import load_settings, open_model
 from train import METHODS
 
@@ -134,7 +137,7 @@ def slots(model, on):
 
     # when the model stops
     gap = torch.cat(gap)
-    never_early = stopping_distribution('last', W)  # as in generation, where the model stops at its own pace
+    never_early = stopping_distribution('last', W)  # as in generation
     stops = stop_log_probs(gap, never_early).exp()  # (N,W)
     # log_t is normalised: lse = 0, k = -gap
     loss, paced_loss = (cyb_loss(log_t, -gap, torch.zeros_like(gap), omega, [1.0] * W).mean().item()
@@ -144,7 +147,7 @@ def slots(model, on):
     # whether it pauses where that helps
     d = torch.sigmoid(-gap[:, :-1])  # (N,W-1)
     gain = log_t.exp().diff(dim=1)  # (N,W-1)
-    # pooled within the slots: the slots' means alone could give it another sign than it has in every slot
+    # pooled within the slots, whose means alone could turn its sign
     r, p = correlation(*((t - t.mean(dim=0)).flatten() for t in (d, gain)))
     for i, row in enumerate(table):
         row['stops here'] = stops[:, i].mean().item()
@@ -206,6 +209,28 @@ def skipping(model, on):
     return numbers
 
 
+def right_answers(model, on):
+    """Records: how likely the right answer is, finer than whether it is given: -log P in nats after each block; of
+    a model that writes steps, after the right ones."""
+    c = model.config
+    data = on.batches.data
+    found = []
+    for record, encoded in zip(*data.read('test', n=on.n_rows)):
+        readouts, _, n_mem = c.readouts(on.batches.names[-1], encoded)
+        answer = len(encoded.answer) + 1  # with its end
+        n_mem = on.n_mem or n_mem
+        row = build_row(encoded.question, readouts, [1.0] * len(readouts), n_mem, on.batches.special)
+        idx, targets, _, at, positions, *read_by = (t.to(model.wte.weight.device) for t in row_tensors([row]))
+        x = model.trunk(idx, positions, *map(memory_mask, read_by))
+        nll = model.nll(x.flatten(0, 1)[at], targets).view(len(readouts), -1)  # (K, tokens of a read-out)
+        found.append(nll[:, -answer:].sum(dim=1))
+    found = torch.stack(found).double()  # (n,K)
+    error = found.std(dim=0) / len(found) ** 0.5
+    return {'-log P(right answer)': [
+        {'blocks': k, 'nats': mean, 'standard error': e}
+        for k, (mean, e) in enumerate(zip(found.mean(dim=0).tolist(), error.tolist()), 1 if c.has_blocks else 0)]}
+
+
 def answers(model, on):
     """Records: exact-match accuracy on the test split. One prefill of 2K blocks serves every number of blocks,
     since no block sees a later one; pass@8 draws eight answers at temperature 1."""
@@ -228,6 +253,7 @@ def answers(model, on):
     # where stage 1 has the answer
     at_own_step = by_block[np.arange(len(steps)), steps.clip(1, max(1, blocks)) - 1]
     numbers = {'questions': len(questions), 'accuracy': last.mean().item(),
+               'standard error': last.std().item() / len(last) ** 0.5,
                'pass@8 at temperature 1': correct(samples=8, temperature=1.0).any(1).mean().item(),
                'accuracy by steps': [
                    {'steps': n, 'accuracy': last[steps == n].mean().item(),
@@ -289,66 +315,10 @@ def block_states(model, on):
             'block states': [{'x': x[i], 'y': y[i], 'block': i // n + 1} for i in range(K * n)]}
 
 
-# a method that is not here gets losses
+# a method that is not here: losses
 MEASURES = {'thoughtbubbles': [losses, prefixes], 'cyb': [losses, slots, skipping],
-            'rim': [losses, answer_times, answers, block_states], 'coconut': [losses, answer_times, answers]}
-POINTS = ('block states',)  # tables for the picture and the file, too long for the terminal
-
-
-# --- output ---
-
-def formatted(value):
-    if value is None:
-        return '-'
-    if not isinstance(value, float):
-        return str(value)
-    return f'{value:.4f}' if value == 0 or 1e-4 <= abs(value) < 1e5 else f'{value:.1e}'
-
-
-def print_numbers(numbers, unit):
-    """unit: of what is named a loss."""
-    tables = {name: value for name, value in numbers.items() if isinstance(value, list)}
-    for name, value in numbers.items():
-        if name not in tables:
-            print(f'{name:32s} {formatted(value):>12s}' + f' {unit}' * ('loss' in name))
-    for name, table in tables.items():
-        if name in POINTS or not table:
-            continue
-        widths = [max(len(column), *(len(formatted(row[column])) for row in table)) for column in table[0]]
-        print('\n' + name + '\n' + '  '.join(column.rjust(w) for column, w in zip(table[0], widths)))
-        for row in table:
-            print('  '.join(formatted(value).rjust(w) for value, w in zip(row.values(), widths)))
-
-
-def draw(numbers, title, path):
-    """A panel per table: its second column over its first, the third as colour for POINTS. Returns whether it
-    drew."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use('Agg')
-    from matplotlib import pyplot
-    tables = {name: value for name, value in numbers.items()
-              if isinstance(value, list) and value and not isinstance(list(value[0].values())[1], str)}
-    if not tables:
-        return False
-    figure, panels = pyplot.subplots(1, len(tables), figsize=(5 * len(tables), 4), squeeze=False,
-                                     layout='constrained')
-    for panel, (name, table) in zip(panels[0], tables.items()):
-        x, y = list(table[0])[:2]
-        across = [row[x] if isinstance(row[x], float) else str(row[x]).replace('$', r'\$') for row in table]
-        if name in POINTS:
-            colour = list(table[0])[2]
-            dots = panel.scatter(across, [row[y] for row in table], s=8, c=[row[colour] for row in table])
-            figure.colorbar(dots, label=colour)
-        else:
-            panel.plot(across, [row[y] for row in table], 'o-')
-        panel.set(title=name, xlabel=x, ylabel=y)
-    figure.suptitle(title)
-    figure.savefig(path)
-    pyplot.close(figure)
-    return True
+            'rim': [losses, right_answers, answer_times, answers, block_states],
+            'coconut': [losses, right_answers, answer_times, answers]}
 
 
 @torch.no_grad()

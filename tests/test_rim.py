@@ -593,6 +593,21 @@ def test_sampling_and_evaluation(rim_run, dataset, tmp_path, capsys, kind):
     [time] = numbers['times']
     assert time['trained on'] == kind and 0 < time['ms to the first token'] <= time['ms to the answer']
     assert ('block states' in numbers) == (kind == 'rim')
+    expected = [0.0, 0.0] if kind == 'rim' else [0.0]  # by reading each answer as a row of its own
+    for record in records.read_records(os.path.join(dataset, 'test.jsonl')):
+        question = records.encode_question(tokenizer, record.question)
+        block = rim.memory_block(model.special, 2)
+        steps = tokenizer.encode(''.join(step + '\n' for step in record.steps)) if kind == 'cot' else []
+        answer = [*tokenizer.encode(record.answer), model.special.end]
+        for k in range(len(expected)):
+            before = question + (k + 1) * block * (kind == 'rim') + steps
+            if kind == 'coconut':
+                before = question + [model.special.begin] + [model.special.mem] * 4 + [model.special.close]
+            log_p = model(torch.tensor([before + answer]))[0][0, len(before) - 1:-1].log_softmax(-1)
+            expected[k] -= log_p[range(len(answer)), answer].sum().item() / 10
+    table = numbers['-log P(right answer)']
+    assert [row['nats'] for row in table] == pytest.approx(expected, rel=1e-4)
+    assert all(0 < row['standard error'] < row['nats'] for row in table)
     if kind == 'rim':  # K from 1 to 2K; K itself is the model's own
         assert [row['blocks'] for row in numbers['accuracy by blocks']] == [1, 2, 3, 4]
         assert numbers['accuracy by blocks'][1]['accuracy'] == numbers['accuracy'] <= numbers['any block']
