@@ -356,6 +356,25 @@ def test_a_begin_token_opens_a_document_and_nothing_else(tmp_path, capsys):
     assert load_start(str(tmp_path / 'model'))['meta']['tokenizer']['begin'] == [260]
 
 
+@pytest.mark.parametrize('settings', [
+    dict(method='thoughtbubbles', fork_layers='1'), dict(method='cyb', objective='tbys'), dict(method='coconut'),
+    *(dict(method='rim', train_on=kind) for kind in ('rim', 'pause', 'sft', 'cot'))], ids=lambda s: '-'.join(s.values()))
+def test_every_method_starts_from_a_published_model_and_is_evaluated(settings, folder, tmp_path):
+    import eval as evaluation
+    if settings['method'] in ('rim', 'coconut'):
+        dataset = write_records(tmp_path / 'records')
+    else:
+        dataset = tmp_path / 'my.txt'
+        dataset.write_text('the cat and the dog\n' * 200)
+    out = f'--out_dir={tmp_path}/out'
+    rim = settings['method'] == 'rim'
+    with without_reports():
+        train.main([out, f'--init_from={folder}', f'--dataset={dataset}', '--block_size=64', '--batch_size=2',
+                    '--eval_rows=4', '--max_iters=2', '--device=cpu', *(['--stage2_iters=1'] if rim else []),
+                    *(f'--{name}={value}' for name, value in settings.items())])
+    evaluation.main([out, '--eval_rows=2', '--slow_rows=1', '--device=cpu'])
+
+
 # --- what is refused ---
 
 def truncate(folder):
