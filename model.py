@@ -185,11 +185,16 @@ class GrowingCache(KVCache):
         return self.k, self.v
 
 
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype))  # autocast leaves this to us
+
+
 def norm(config, width, wanted=True):
     if not wanted:
         return nn.Identity()
     if config.rms_norm:
-        return nn.RMSNorm(width, config.norm_eps)
+        return RMSNorm(width, config.norm_eps)
     return nn.LayerNorm(width, config.norm_eps, bias=config.bias)
 
 
@@ -211,7 +216,7 @@ class CausalSelfAttention(nn.Module):
         log_p: (B,S), then logits are (q.k + log_p_key) / sqrt(D) and values exp(log_p) * v. cache: a KVCache."""
         B, S, _ = x.shape
         qkv = self.c_attn(x).view(B, S, sum(self.heads), -1).transpose(1, 2)
-        q, k, v = qkv.split(self.heads, dim=1)  # (B,H,S,D), keys and values with as many heads as they have
+        q, k, v = qkv.split(self.heads, dim=1)  # (B,H,S,D), each with its own H
         D = q.size(-1)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
@@ -404,8 +409,7 @@ class GPT(nn.Module):
     # --- forward ---
 
     def rope(self, positions, local=False):
-        """Rotary cos and sin, (B or 1, 1, S, D/2) each, of float positions (B or 1, S); None with learned ones.
-        local: for a block of local_layers."""
+        """Rotary cos and sin, (B or 1, 1, S, D/2) each, of float positions (B or 1, S); None with learned ones."""
         if self.wpe is not None:
             return None
         c = self.config
@@ -474,7 +478,6 @@ class GPT(nn.Module):
         return self.run_blocks(self.embed(idx, positions), positions, mask, cache)
 
     def run_blocks(self, x, positions, mask=None, cache=None):
-        """x (B,T,C) after the embedding -> x after the last block."""
         views = self.views(x, positions, mask, cache)
         for i, layer in enumerate(self.layers):
             rope, seen = views[i in self.config.local_layers]

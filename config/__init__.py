@@ -216,9 +216,9 @@ def load(script, argv, methods={}, method_of=None, of_training={}):
 
 def on_hub(name):
     """Whether a name that is no file here may be that of a published model on the Hugging Face hub."""
-    return name in GPT2 or bool(re.fullmatch(r'[\w.-]+/[\w.-]+', name) and not name.endswith('.pt')
-                                and not os.path.exists(name.split('/')[0])
-                                and not os.path.exists(os.path.join(ROOT, name.split('/')[0])))
+    owner, _, model = name.partition('/')
+    here = any(os.path.exists(path) for path in (owner, os.path.join(ROOT, owner), f'{ROOT}/config/{model}.py'))
+    return name in GPT2 or bool(re.fullmatch(r'[\w.-]+/[\w.-]+', name)) and not name.endswith('.pt') and not here
 
 
 def from_repository(path):

@@ -452,14 +452,17 @@ def test_what_the_hub_refuses_is_said_in_one_line(error, message, monkeypatch):
     assert '\n' not in str(refused.value)
 
 
-def test_a_name_of_the_hub_is_fetched_and_a_missing_path_is_not(folder, monkeypatch):
+def test_a_name_of_the_hub_is_fetched_and_a_missing_path_is_not(folder, tmp_path, monkeypatch):
     import huggingface_hub
     asked = []
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', lambda name, **_: asked.append(name) or folder)
     for name in ('gpt2', 'gpt2-xl', 'HuggingFaceTB/SmolLM2-135M'):
         load_start(name)
     assert asked == ['gpt2', 'gpt2-xl', 'HuggingFaceTB/SmolLM2-135M']
-    for name in ('out/not_there', 'tests/x', 'gpt3', 'a/b/c', 'org/x.pt', '/tmp/none'):
+    monkeypatch.chdir(tmp_path)  # from where a config's paths count from the repository, but not a model's name
+    found = train.config.load(train.__file__, [f'{ROOT}/config/cyb_smollm2.py'], {'cyb': train.CYBConfig})[0]
+    assert found['init_from'] == 'HuggingFaceTB/SmolLM2-135M'
+    for name in ('out/gpt_small', 'data/x', 'tests/x', 'gpt3', 'a/b/c', 'org/x.pt', '/tmp/none'):
         with pytest.raises(UserError, match='is not there'):
             load_start(name)
     assert len(asked) == 3
