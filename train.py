@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import config
 import data
-from config import UserError
+from config import UserError, machine
 from config.checkpoint import first_line, load_start, load_weights
-from config.machine import choose_device
 from config.run import Run
 from cyb import CYB, CYBConfig
 from data.text import TextBatches
@@ -57,6 +56,7 @@ device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 dtype = 'auto'  # auto | float32 | bfloat16 | float16
 compile = 'auto'  # torch.compile: auto | on | off
 threads = 0  # CPU threads per process, 0 = PyTorch's choice
+checkpoint_blocks = False  # keep less of each block for the backward pass and compute it again there
 shard_optimizer = False  # share AdamW's state out over the processes (ZeRO stage 1) instead of copying it
 
 # the only list of the methods: name -> (config class, model class, source of its batches)
@@ -99,7 +99,7 @@ def open_checkpoint(path, device='auto'):
     if os.path.exists(os.path.join(path, 'ckpt.pt')):
         path = os.path.join(path, 'ckpt.pt')
     checkpoint = load_start(path)
-    return path, checkpoint, build_model(checkpoint, path).to(choose_device(device)[0]).eval()
+    return path, checkpoint, build_model(checkpoint, path).to(machine.choose_device(device)[0]).eval()
 
 
 def load(path, device='auto'):
@@ -170,6 +170,8 @@ def main(argv):
     # --- with what ---
     raw_model.to(run.device)
     raw_model.set_dropout(stage.dropout)
+    if checkpoint_blocks:
+        machine.checkpoint_blocks(raw_model)
     optimizer = make_optimizer(raw_model, run.ddp and shard_optimizer)
     scaler = torch.amp.GradScaler(run.device_type, enabled=run.dtype == 'float16')
     run.load_optimizer(optimizer, scaler, stage)

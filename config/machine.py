@@ -1,8 +1,10 @@
 """What the machine has: device, precision and compiler, each chosen or refused with the reason."""
 import os
 import shutil
+from functools import partial
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from config import UserError, check_choice
 
@@ -68,6 +70,19 @@ def choose_compile(name, device):
     except ImportError:
         return False, 'Triton is not installed'
     return True, 'CUDA with Triton'
+
+
+def checkpoint_blocks(model):
+    """Let each block keep its input alone and compute the rest again in the backward pass (1604.06174): less memory
+    for a third more work, the same numbers, dropout included."""
+    for layer in {*model.layers}:
+        layer.forward = partial(recomputed, layer.forward)
+
+
+def recomputed(forward, *inputs, cache=None, **named):
+    if cache is not None or not torch.is_grad_enabled():  # a cache may not be filled twice
+        return forward(*inputs, cache=cache, **named)
+    return checkpoint(forward, *inputs, use_reentrant=False, **named)
 
 
 def check_memory(model, batch_size, device, dtype):

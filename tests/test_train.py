@@ -13,6 +13,7 @@ import config.run
 import data
 import sample
 import train
+from config import machine
 from config import UserError
 from config.checkpoint import load_checkpoint
 from conftest import METHOD_SETTINGS, read_log, write_text
@@ -337,3 +338,39 @@ def test_colours_tell_effort_apart_and_line_breaks_have_one():
     text = sample.coloured(tokenizer, [1, 2, 1, 0], [1, 2, 99, 3], 'streams', True)
     backs = re.findall(r'48;5;(\d+)m', text.split('streams per token')[0])
     assert len(backs) == len(set(backs)) == 4 and '\u21b5' in text and text.count('\n') == 2
+
+
+# --- memory ---
+
+@pytest.mark.parametrize('dropout', [0.0, 0.2])
+@pytest.mark.parametrize('method, settings', [
+    ('gpt', {}), ('thoughtbubbles', dict(fork_layers=(1,))), ('cyb', dict(W=2, see_pauses=False)), ('rim', {}),
+    ('rim', dict(lora_rank=2)), ('coconut', dict(n_blocks=2))])
+def test_checkpointed_blocks_give_the_same_gradients_bit_for_bit(method, settings, dropout):
+    config_class, model_class, _ = train.METHODS[method]
+    model = model_class(config_class(vocab_size=20, n_layer=3, n_head=2, n_embd=16, block_size=16, dropout=dropout,
+                                     **settings))
+    idx = torch.randint(15, (2, 17))
+    batch = idx[:, :-1], idx[:, 1:]
+    if method in ('rim', 'coconut'):
+        idx[:, 3:5] = model.special.mem  # coconut: thoughts
+        at = torch.arange(6, 16)
+        batch = idx[:, :-1], idx[0, at + 1], torch.rand(10), at
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        torch.manual_seed(1)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+            loss = model(*batch)[1]
+        loss.backward()
+        found.append((loss, sum(kept), [p.grad for p in model.parameters() if p.requires_grad]))
+        machine.checkpoint_blocks(model)
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][2], found[1][2]) if a is not None)
+    assert (found[1][1] < found[0][1] / 2) == (method != 'coconut')  # whose caches are kept
+
+
+def test_a_run_with_checkpointed_blocks_is_the_same_run(run):
+    a, b = (run(name, dropout=0.1, checkpoint_blocks=name == 'kept') for name in ('plain', 'kept'))
+    assert all(torch.equal(weight, b['model'][name]) for name, weight in a['model'].items())
