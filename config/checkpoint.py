@@ -72,12 +72,12 @@ def load_start(name):
     return load_checkpoint(os.path.join(name, 'ckpt.pt') if os.path.isdir(name) else name)
 
 
-def download(name):
+def download(name, patterns=('*.json', '*.safetensors')):
     """The folder that a model of the Hugging Face hub was fetched into. Raises UserError."""
     hub = need('huggingface_hub', 'fetching a model')
     print(f'{name}: looking for it on the Hugging Face hub, or in its cache here', flush=True)
     try:
-        return hub.snapshot_download(name, allow_patterns=['*.json', '*.safetensors'])
+        return hub.snapshot_download(name, allow_patterns=list(patterns))
     except hub.errors.GatedRepoError as e:
         raise UserError(f'{name} is open only to those who accepted its licence: do that on its page at '
                         'huggingface.co, then run hf auth login') from e

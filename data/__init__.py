@@ -44,7 +44,8 @@ class Tokenizer:
         self.text = kinds[spec['kind']](spec)  # has encode, decode and n
         self.n_text = self.text.n
         self.begin = spec.get('begin', [])  # what a document opens with; a row from inside of one does not
-        self.end = spec.get('end')  # what ends one; None if nothing does
+        # what ends one, None if nothing does
+        self.end = spec.get('end', getattr(self.text, 'end', None))
         if not isinstance(self.begin, list) or not all(type(i) is int and 0 <= i < self.n_text for i in self.begin):
             raise UserError(f'the tokenizer is damaged: begin = {self.begin!r}: expected a list of ids')
         names = distinct_texts('special', spec.get('special', []), 100)
@@ -89,6 +90,11 @@ class Characters:
 
 
 # --- writing a data set ---
+
+def id_type(vocab_size):
+    """The type that token ids are stored as."""
+    return 'uint16' if vocab_size <= 2 ** 16 else 'uint32'
+
 
 def tokenizer_crc32(meta):
     return zlib.crc32(json.dumps(meta['tokenizer']).encode())

@@ -18,9 +18,10 @@ class Tiktoken:
     """A tiktoken encoding of n ids. Special tokens are never made from a text. Ids from n on stand for bytes that
     the vocabulary lacks."""
 
-    def __init__(self, encoding, n):
+    def __init__(self, encoding, n, end=None):
         self.encoding = encoding
         self.n = n
+        self.end = end  # the token that ends a document, where the encoding says it
 
     def encode(self, text):
         ids = self.encoding.encode_ordinary(text)
@@ -59,7 +60,7 @@ def gpt2_tokens(spec):
     import tiktoken  # only here: it fetches the vocabulary from the net at first use
     try:
         encoding = tiktoken.get_encoding('gpt2')
-        return Tiktoken(encoding, encoding.n_vocab)
+        return Tiktoken(encoding, encoding.n_vocab, encoding.eot_token)
     except Exception as e:
         raise UserError(f'the gpt2 vocabulary could not be loaded ({type(e).__name__}): tiktoken fetches it once; '
                         'offline, set TIKTOKEN_CACHE_DIR to a folder that has it') from e

@@ -215,7 +215,7 @@ def special_ids(vocab_size):
 
 
 def encode_question(tokenizer, question):
-    return tokenizer.begin + tokenizer.encode(question + '\n')  # the newline tells the model that the question is over
+    return tokenizer.begin + tokenizer.encode(question + '\n')  # the newline ends the question
 
 
 def epoch_order(lengths, rows_per_step, rng, window=32):

@@ -1,4 +1,5 @@
-"""Text: train.bin and val.bin hold token ids one after the other; a row is a piece of block_size tokens.
+"""Text: train.bin and val.bin, or the shards of a corpus, hold token ids one after the other; a row is a piece of
+block_size tokens.
 
 A batch is a pure function of (seed, iteration, row): the same rows are drawn on any number of processes, and a
 resumed run goes on as if it had not stopped.
@@ -9,12 +10,7 @@ import numpy as np
 import torch
 
 from config import UserError
-from data import ANEW, Tokenizer, check_crc32, dataset_folder, is_main, sha256, write_dataset
-
-
-def id_type(vocab_size):
-    """The type that token ids are stored as."""
-    return 'uint16' if vocab_size <= 2 ** 16 else 'uint32'
+from data import ANEW, Tokenizer, check_crc32, dataset_folder, id_type, is_main, sha256, write_dataset
 
 
 def write_text_dataset(folder, text, tokenizer_spec, source, val_fraction=0.1):
@@ -66,6 +62,32 @@ def read_bin(path, meta, block_size):
     return tokens
 
 
+class Split:
+    """Token ids of a split, in one file or in shards, as one sequence."""
+
+    def __init__(self, folder, split, meta, block_size):
+        names = meta.get('shards', {}).get(split)
+        paths = [os.path.join(folder, name) for name in names or [split + '.bin']]
+        self.parts = [read_bin(path, meta, 0 if names else block_size) for path in paths]
+        self.ends = np.cumsum([len(part) for part in self.parts])
+        if len(self) < block_size + 1:
+            raise UserError(f'{folder}: {len(self)} tokens of {split} are fewer than block_size + 1 = {block_size + 1}')
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def window(self, start, n):
+        """Tokens start ... start + n - 1, which may lie in several files."""
+        found = []
+        while n:
+            k = int(np.searchsorted(self.ends, start, side='right'))
+            at = start - (self.ends[k] - len(self.parts[k]))
+            found.append(self.parts[k][at:at + n])
+            start += len(found[-1])
+            n -= len(found[-1])
+        return np.concatenate(found)
+
+
 class TextBatches:
     """Rows of block_size tokens. Training rows start anywhere; validation rows are spread evenly over val.bin
     without overlap and are always the same, so that methods' curves compare."""
@@ -76,8 +98,7 @@ class TextBatches:
         self.T = config.block_size
         self.seed = seed
         self.tokenizer = Tokenizer(meta['tokenizer'])
-        self.tokens = {split: read_bin(os.path.join(dataset_folder(dataset), split + '.bin'), meta, self.T)
-                       for split in ('train', 'val')}
+        self.tokens = {split: Split(dataset_folder(dataset), split, meta, self.T) for split in ('train', 'val')}
         spare = len(self.tokens['val']) - self.T - 1  # the last start at which a row and its targets fit
         self.val_starts = np.linspace(0, spare, min(eval_rows, spare // self.T + 1)).astype(np.int64)
         self.epoch_iters = len(self.tokens['train']) / (rows_per_step * self.T)
@@ -94,7 +115,7 @@ class TextBatches:
         return self.windows('val', self.val_starts[rows]) if rows else None
 
     def windows(self, split, starts):
-        tokens = self.tokens[split][starts[:, None] + np.arange(self.T + 1)]
+        tokens = np.stack([self.tokens[split].window(start, self.T + 1) for start in starts])
         tokens = torch.from_numpy(tokens.astype(np.int64))
         return tokens[:, :-1], tokens[:, 1:]
 

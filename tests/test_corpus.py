@@ -1,0 +1,173 @@
+"""Corpora: shards are the documents one after the other, whatever the number of processes and interruptions."""
+import gzip
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+
+import data
+from config import UserError
+from conftest import ROOT
+from data import Tokenizer, corpus
+from data.text import Split, TextBatches
+from model import GPTConfig
+from published import tokenizer_json
+
+SPEC = {'kind': 'json', 'json': json.dumps(tokenizer_json()), 'tiktoken': True, 'begin': [260], 'end': 259}
+SETTINGS = dict(column='text', processes=1, val_fraction=0.2, seed=1, shard_tokens=2000)
+DOCUMENTS = [' '.join(random.Random(i).choices(['the', 'cat', 'and', 'dog', 'é', '<|endoftext|>'], k=10 + i % 40))
+             for i in range(700)]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """The documents in files of three kinds."""
+    folder = tmp_path / 'source'
+    folder.mkdir()
+    for name, opened, part in [('a.jsonl', open, DOCUMENTS[:400]), ('b.json.gz', gzip.open, DOCUMENTS[400:699])]:
+        with opened(folder / name, 'wt', encoding='utf-8') as f:
+            f.writelines(json.dumps({'text': text}) + '\n' for text in [*part, ' \n'])  # the blank one is no document
+    (folder / 'c.txt').write_text(DOCUMENTS[699], encoding='utf-8')
+    return str(folder)
+
+
+def write(folder, source, **settings):
+    corpus.write_corpus(str(folder), corpus.local_files(source), SPEC, **{**SETTINGS, **settings})
+    return {name: (folder / name).read_bytes() for name in sorted(os.listdir(folder))}
+
+
+def test_shards_are_the_documents_in_their_order(source, tmp_path):
+    files = write(tmp_path / 'out', source)
+    meta = data.read_meta(str(tmp_path / 'out'))
+    tokenizer = Tokenizer(SPEC)
+    ids = {split: np.concatenate([np.frombuffer(files[name], '<u2') for name in names]).tolist()
+           for split, names in meta['shards'].items()}
+    assert len(meta['shards']['train']) > 5 and len(meta['shards']['val']) > 1
+    for name in meta['shards']['train'][:-1]:  # a shard ends with the document that fills it
+        found = np.frombuffer(files[name], '<u2')
+        last = len(found) - 1 - found[:-1].tolist()[::-1].index(259)
+        assert found[-1] == 259 and last <= 2000 <= len(found)
+    found = {}
+    for split, tokens in ids.items():
+        texts = [part for part in ' '.join(map(str, tokens)).split('259')[:-1]]
+        found[split] = [tokenizer.decode([int(i) for i in text.split()][1:]) for text in texts]
+        assert all(text.split()[0] == '260' for text in texts)  # the begin token
+        assert meta[split + '_tokens'] == len(tokens)
+    position = {text: i for i, text in enumerate(DOCUMENTS)}
+    assert sorted(found['train'] + found['val']) == sorted(DOCUMENTS) and meta['documents'] == 700
+    for texts in found.values():
+        assert [position[text] for text in texts] == sorted(position[text] for text in texts)
+    assert 90 < len(found['val']) < 190
+
+
+def test_the_files_do_not_depend_on_processes_or_interruptions(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, 'BATCH', 16)
+    expected = write(tmp_path / 'one', source)
+    assert write(tmp_path / 'three', source, processes=3) == expected
+    real, stops = corpus.write_file, random.Random(5)
+
+    def stop_somewhere(path, content):
+        if os.path.basename(path) == 'progress.json' and stops.random() < 0.5:
+            raise KeyboardInterrupt  # the shards are ahead of what progress.json says
+        real(path, content)
+
+    monkeypatch.setattr(corpus, 'write_file', stop_somewhere)
+    interrupted = 0
+    while True:
+        try:
+            found = write(tmp_path / 'stopped', source, processes=1)
+            break
+        except KeyboardInterrupt:
+            interrupted += 1
+    assert interrupted > 3 and found == expected
+
+
+def test_rows_are_read_across_shards(source, tmp_path):
+    write(tmp_path / 'out', source)
+    meta = data.read_meta(str(tmp_path / 'out'))
+    batches = TextBatches(str(tmp_path / 'out'), meta, GPTConfig(block_size=700), 1, 8, 4)
+    whole = np.concatenate([np.fromfile(tmp_path / 'out' / name, '<u2') for name in meta['shards']['train']])
+    assert len(batches.tokens['train']) == len(whole)
+    for start in [0, 1, len(whole) - 701, *range(1000, 6000, 333)]:
+        assert (batches.tokens['train'].window(start, 701) == whole[start:start + 701]).all()
+    idx, targets = batches.train_batch(None, 3, [0, 1, 2])
+    assert idx.shape == (3, 700) and (idx[:, 1:] == targets[:, :-1]).all()
+
+
+def test_parquet_is_read_by_the_datasets_package(tmp_path, source):
+    pytest.importorskip('datasets', reason='pip install datasets')
+    pq = pytest.importorskip('pyarrow.parquet')
+    import pyarrow
+    folder = tmp_path / 'parquet'
+    folder.mkdir()
+    pq.write_table(pyarrow.table({'content': DOCUMENTS, 'other': list(range(700))}), folder / 'x.parquet')
+    write(tmp_path / 'out', str(folder), column='content')
+    write(tmp_path / 'lines', source)
+    assert data.read_meta(str(tmp_path / 'out'))['documents'] == 700
+
+
+def test_what_does_not_fit_is_named(source, tmp_path, monkeypatch):
+    def refused(message, spec=SPEC, files=None, **settings):
+        with pytest.raises(UserError, match=message) as error:
+            corpus.write_corpus(str(tmp_path / 'out'), files or corpus.local_files(source), spec,
+                                **{**SETTINGS, **settings})
+        assert '\n' not in str(error.value)
+
+    refused('no end-of-text token', {'kind': 'char', 'chars': ['a']})
+    refused(r'a.jsonl, document 0: its body is NoneType, not text; the name of the text is set by --column',
+            column='body')
+    with monkeypatch.context() as patch:
+        usage = corpus.shutil.disk_usage(str(tmp_path))
+        patch.setattr(corpus.shutil, 'disk_usage', lambda path: usage._replace(free=1000))
+        refused('about 0.0 GB will be written, but the disk has 0.0 GB free')
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, 'append', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / 'out', source)
+    (tmp_path / 'out' / 'progress.json').write_text(json.dumps({'about': {}}))
+    refused('progress.json is of a preparation with other files or settings: delete it')
+    (tmp_path / 'out' / 'progress.json').unlink()
+    broken = tmp_path / 'source' / 'a.jsonl'
+    broken.write_text('{"text": "x"}\n{"text"')
+    refused('a.jsonl cannot be read as a JSON object a line')
+    (tmp_path / 'out' / 'progress.json').unlink(missing_ok=True)
+    broken.write_text('{"text": "x"}\n')
+    refused('no document fell to val: the corpus is small', files=[str(broken)], val_fraction=0.0)
+    with pytest.raises(UserError, match='has no file that ends in .parquet'):
+        corpus.local_files(str(tmp_path / 'out' / 'nothing'))
+
+
+def test_a_shard_that_is_missing_or_was_changed_is_named(source, tmp_path):
+    write(tmp_path / 'out', source)
+    meta = data.read_meta(str(tmp_path / 'out'))
+    path = tmp_path / 'out' / 'train_00002.bin'
+    content = path.read_bytes()
+    path.write_bytes(content[:-2] + b'\x01\x00')
+    with pytest.raises(UserError, match='train_00002.bin is damaged or was changed'):
+        Split(str(tmp_path / 'out'), 'train', meta, 16)
+    path.unlink()
+    with pytest.raises(UserError, match='train_00002.bin is missing'):
+        Split(str(tmp_path / 'out'), 'train', meta, 16)
+    with pytest.raises(UserError, match='tokens of val are fewer than block_size'):
+        Split(str(tmp_path / 'out'), 'val', meta, 10 ** 6)
+
+
+@pytest.mark.parametrize('name', ['openwebtext', 'fineweb', 'c4', 'pes2o'])
+def test_each_corpus_is_prepared_from_local_files_by_its_script(name, source, tmp_path, monkeypatch):
+    import runpy
+    import shutil
+    folder = tmp_path / 'data' / name
+    folder.mkdir(parents=True)
+    shutil.copy(os.path.join(ROOT, 'data', name, 'prepare.py'), folder)
+    monkeypatch.setattr('sys.path', [*__import__('sys').path])
+    main = runpy.run_path(str(folder / 'prepare.py'))['main']
+    model = tmp_path / 'model'
+    model.mkdir()
+    (model / 'tokenizer.json').write_text(json.dumps(tokenizer_json()))
+    (model / 'config.json').write_text('{"eos_token_id": 259}')
+    main([f'--input={source}', f'--tokenizer={model}', '--processes=1', '--val_fraction=0.1'])
+    assert data.read_meta(str(folder))['documents'] == 700
+    with pytest.raises(UserError, match='the corpus is prepared; delete it'):
+        main([f'--input={source}'])
