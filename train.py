@@ -39,8 +39,10 @@ grad_accum = 1  # micro-batches in a step, over all processes together
 # optimisation
 max_iters = 1500  # steps; of a method with two stages those of the first
 learning_rate = 1e-3  # at its peak
+schedule = 'cosine'  # after the warm-up: cosine (down to min_lr) | constant
 min_lr = 1e-4  # at the end of the cosine
 warmup_iters = 100  # steps of linear warm-up
+warmup_share = 0.0  # above 0: this share of a stage's steps in place of warmup_iters
 weight_decay = 0.1  # on matrices and embeddings
 beta1 = 0.9  # AdamW
 beta2 = 0.99  # AdamW
@@ -83,12 +85,15 @@ def build_model(checkpoint, path='checkpoint'):
 
 
 def learning_rate_at(stage, it):
-    """Linear warm-up to the stage's peak, then a cosine down to min_lr, in proportion where its peak is not
+    """Linear warm-up to the stage's peak, then that, or a cosine down to min_lr, in proportion where its peak is not
     learning_rate."""
     it -= stage.first
-    if it < warmup_iters:
-        return stage.peak_lr * (it + 1) / warmup_iters
-    progress = (it - warmup_iters) / max(1, stage.iters - warmup_iters)
+    warmup = round(warmup_share * stage.iters) or warmup_iters
+    if it < warmup:
+        return stage.peak_lr * (it + 1) / warmup
+    if schedule == 'constant':
+        return stage.peak_lr
+    progress = (it - warmup) / max(1, stage.iters - warmup)
     lowest = min_lr * stage.peak_lr / (learning_rate or 1.0)
     return lowest + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (stage.peak_lr - lowest)
 

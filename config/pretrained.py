@@ -31,11 +31,15 @@ def gpt2(c):
 def llama(c):
     base, frequencies = rotary(c, c.get('rope_parameters') or c.get('rope_scaling') or {})
     return dict(n_layer=c['num_hidden_layers'], n_head=c['num_attention_heads'], n_embd=c['hidden_size'],
-                n_hidden=c['intermediate_size'], n_kv_head=c.get('num_key_value_heads') or 0,
-                head_dim=c.get('head_dim') or 0, gated=True, activation=ACTIVATIONS[c.get('hidden_act', 'silu')],
+                n_hidden=c['intermediate_size'], n_kv_head=c.get('num_key_value_heads') or c['num_attention_heads'],
+                head_dim=head_width(c), gated=True, activation=ACTIVATIONS[c.get('hidden_act', 'silu')],
                 rms_norm=True, norm_eps=c.get('rms_norm_eps', 1e-6), tie_weights=c.get('tie_word_embeddings', False),
                 rope_base=base, rope_frequencies=frequencies, vocab_size=c['vocab_size'],
                 block_size=min(c['max_position_embeddings'], BLOCK_SIZE))
+
+
+def head_width(c):
+    return c.get('head_dim') or c['hidden_size'] // c['num_attention_heads']
 
 
 def gemma(c):
@@ -64,7 +68,7 @@ def rotary(c, scaling):
     kind = scaling.get('rope_type', scaling.get('type', 'default'))
     if kind == 'default':
         return base, ()
-    D = c.get('head_dim') or c['hidden_size'] // c['num_attention_heads']
+    D = head_width(c)
     plain = [base ** (-i / D) for i in range(0, D, 2)]
     keep = [0.0] * len(plain)  # the share of a frequency that is not divided by factor
     if kind == 'llama3':  # all of what turns often within the length of text that was trained first, none of the slow

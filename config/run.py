@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 import config
 import data
-from config import UserError, check_range, need
+from config import UserError, check_choice, check_range, need
 from config.checkpoint import (VERSION, first_line, load_checkpoint, load_optimizer, load_start, load_weights,
                                merge_resumed, save_checkpoint, starting_settings)
 from config.files import read_log, write_file
@@ -373,7 +373,8 @@ def check_settings(settings, world):
     """Raises UserError for a setting of train.py out of range or at odds with another."""
     check_range(settings, 'batch_size grad_accum eval_interval eval_rows log_interval')
     check_range(settings, 'max_iters learning_rate min_lr warmup_iters weight_decay grad_clip', 0)
-    check_range(settings, 'beta1 beta2', 0, 1)
+    check_range(settings, 'beta1 beta2 warmup_share', 0, 1)
+    check_choice(settings, 'schedule', 'cosine constant')
     check_range(settings, 'seed', 0, 2 ** 63)
     if settings['min_lr'] > settings['learning_rate']:
         raise UserError(f'min_lr = {settings["min_lr"]} is above learning_rate = {settings["learning_rate"]}: '

@@ -123,6 +123,8 @@ COMMANDS = [
     *((f'train.py --{name}=-1', f'{name} = -1... must be at least 0')
       for name in ('max_iters', 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip')),
     ('train.py --beta2=1', 'beta2 = 1.0: must be at least 0 and below 1'),
+    ('train.py --warmup_share=1', 'warmup_share = 1.0: must be at least 0 and below 1'),
+    ('train.py --schedule=linear', "schedule = 'linear': choose cosine, constant"),
     ('train.py --beta1=-1', 'beta1 = -1.0: must be at least 0 and below 1'),
     (f'train.py --seed={2 ** 63}', f'seed = {2 ** 63}: must be at least 0 and below {2 ** 63}'),
     ('train.py --min_lr=0.1', 'min_lr = 0.1 is above learning_rate = 0.001: lower it too'),

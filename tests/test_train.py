@@ -132,6 +132,9 @@ def test_learning_rate_warms_up_and_follows_a_cosine(run, tmp_path):
     assert rates[:5] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
     assert rates[8] == pytest.approx(0.006)  # half way down
     assert rates[11] == pytest.approx(0.002 + 0.004 * (1 + math.cos(math.pi * 7 / 8)))
+    run('constant', max_iters=10, warmup_share=0.3, warmup_iters=9, learning_rate=0.03, schedule='constant')
+    rates = [e['lr'] for e in read_log(tmp_path / 'constant') if 'lr' in e]
+    assert rates == pytest.approx([0.01, 0.02] + 8 * [0.03])
 
 
 def test_a_step_is_adamw_with_clipped_gradients(run, tmp_path, dataset):
