@@ -296,6 +296,13 @@ class RiMBatches:
         self.epochs = records.Epochs(lengths, rows_per_step, seed)
         self.epoch_iters = self.epochs.iters
 
+    @staticmethod
+    def largest(config, rows):
+        """A full batch without content, half of it learned."""
+        idx = torch.zeros(rows, config.block_size, dtype=torch.long)
+        at = torch.zeros(idx.numel() // 2, dtype=torch.long)
+        return idx, at, at.float(), at, idx, *([idx] if config.layout[0] else [])
+
     def sizes(self, encoded):
         """For each stage, (tokens of a record's row at first, positions that it takes)."""
         sizes = []

@@ -19,6 +19,7 @@ import config
 import data
 from config import UserError, machine
 from config.checkpoint import first_line, load_start, load_weights
+from config.plan import make_plan
 from config.run import Run
 from cyb import CYB, CYBConfig
 from data.text import TextBatches
@@ -50,6 +51,9 @@ grad_clip = 1.0  # largest gradient norm, 0 = unlimited
 # evaluation and output
 eval_interval = 250  # steps between evaluations; a checkpoint is written before each
 eval_rows = 512  # validation rows, the same ones at each evaluation
+plan = False  # print what the run needs on a number of GPUs, and end; nothing has to be there
+gpus = 8  # of a plan
+gpu_memory = 80.0  # of a plan: GB of each GPU
 show_batch = False  # print the first rows of the first batch as a table, and end
 log_interval = 10  # steps between log lines
 wandb_project = ''  # log to Weights & Biases under this name as well
@@ -153,6 +157,10 @@ def main(argv):
     run = Run(__file__, argv, METHODS)  # settings, device, processes, and the checkpoint to go on with, if any
     globals().update(run.settings)  # from here on `learning_rate` is the configured one
     config_class, model_class, batch_class = METHODS[method]
+
+    if plan:
+        print(make_plan(method, METHODS[method], run.model_settings, run.settings))
+        return
 
     # --- what is trained, and on what ---
     rows_of, meta = run.open_data()

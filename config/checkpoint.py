@@ -16,7 +16,7 @@ OWN_ROWS = {'special_in': 'wte.weight', 'special_out': 'lm_head.weight'}
 LORA_SCALE = 2.0  # alpha / rank
 # what may change when a run is resumed, though not always bit for bit: max_iters bends the learning rate's cosine,
 # dtype the rounding, and batch_size against grad_accum the dropout; anything else would make it another run
-MAY_CHANGE = {'out_dir', 'init_from', 'show_batch', 'overwrite', 'max_iters', 'eval_interval', 'log_interval',
+MAY_CHANGE = {'out_dir', 'init_from', 'plan', 'gpus', 'gpu_memory', 'show_batch', 'overwrite', 'max_iters', 'eval_interval', 'log_interval',
               'wandb_project', 'device', 'dtype', 'compile', 'threads', 'checkpoint_blocks',
               'shard_optimizer', 'batch_size', 'grad_accum'}
 

@@ -105,9 +105,11 @@ def flops_per_token(model):
     """FLOPs of forward and backward per token of a full row, as in PaLM (2204.02311), appendix B."""
     c = model.config
     in_blocks, in_head = model.row_lengths()
-    block_params = sum(p.numel() for p in model.layers[0].parameters())
-    total = sum(6 * block_params * S + 12 * c.n_head * c.head_width * S * S for S in in_blocks)
-    return (total + 6 * model.lm_head.weight.numel() * in_head) / c.block_size
+    # forward 2, gradient of the input 2, of the weight 2: not for what LoRA freezes
+    in_block = sum(p.numel() * (6 if p.requires_grad else 4) for p in model.layers[0].parameters())
+    total = sum(in_block * S + 12 * c.n_head * c.head_width * S * S for S in in_blocks)
+    head = model.lm_head.weight
+    return (total + head.numel() * (6 if head.requires_grad else 4) * in_head) / c.block_size
 
 
 def peak_flops(device):

@@ -59,8 +59,10 @@ class Run:
         # a data set's script is run for a name that the user gave, never for one that came out of a checkpoint
         self.dataset_given = 'dataset' in given or not self.resume
         check_settings(settings, self.world)
-        if not self.resume and settings['init_from'] in ('scratch', 'auto'):
+        if not self.resume and (settings['init_from'] in ('scratch', 'auto') or settings['plan']):
             classes[settings['method']](**self.model_settings)  # refuses what is wrong before anything is written
+        if settings['plan']:
+            return
         self.choose_machine()
         if self.is_main and not settings['show_batch']:
             self.take_folder()
@@ -68,6 +70,9 @@ class Run:
     def method_to_resume(self, settings):
         """The method of the checkpoint to resume, which is read here; None for another run."""
         start = settings['init_from']
+        self.resume = False
+        if settings['plan']:  # which needs no weights
+            return None
         self.start_path = os.path.join(settings['out_dir'], 'ckpt.pt')
         self.resume = start == 'resume' or (start == 'auto' and os.path.exists(self.start_path))
         if self.resume:
@@ -371,8 +376,9 @@ class Run:
 
 def check_settings(settings, world):
     """Raises UserError for a setting of train.py out of range or at odds with another."""
-    check_range(settings, 'batch_size grad_accum eval_interval eval_rows log_interval')
-    check_range(settings, 'max_iters learning_rate min_lr warmup_iters weight_decay grad_clip', 0)
+    check_range(settings, 'batch_size grad_accum eval_interval eval_rows log_interval gpus')
+    check_range(settings, 'max_iters learning_rate min_lr warmup_iters weight_decay grad_clip gpu_memory',
+                0)
     check_range(settings, 'beta1 beta2 warmup_share', 0, 1)
     check_choice(settings, 'schedule', 'cosine constant')
     check_range(settings, 'seed', 0, 2 ** 63)

@@ -103,6 +103,11 @@ class TextBatches:
         self.val_starts = np.linspace(0, spare, min(eval_rows, spare // self.T + 1)).astype(np.int64)
         self.epoch_iters = len(self.tokens['train']) / (rows_per_step * self.T)
 
+    @staticmethod
+    def largest(config, rows):
+        """A batch of the largest shape, without content."""
+        return torch.zeros(2, rows, config.block_size, dtype=torch.long).unbind()
+
     def train_batch(self, stage, it, rows):
         """Rows (a list of row numbers within the iteration's batch) as (idx, targets), (rows,T) each."""
         rng = np.random.default_rng((self.seed, it))

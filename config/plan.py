@@ -1,0 +1,149 @@
+"""What a run needs, before it starts: python train.py config/tb_772m.py --plan=True --gpus=8 --gpu_memory=80
+
+A step of the real code runs on fake tensors, which have a shape and no content, while their bytes are counted: so this
+takes neither data nor weights, nor the memory that it counts.
+"""
+import math
+import warnings
+import weakref
+from contextlib import nullcontext, suppress
+
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+import data
+from config import UserError
+from config.machine import PEAK_FLOPS, checkpoint_blocks, flops_per_token
+
+USABLE = 0.92  # of a GPU's memory: the rest goes to its context, the allocator's gaps and the network
+UTILISATION = 0.4  # of the bfloat16 peak, assumed
+DISK = 1e9  # bytes per second that a save writes, assumed
+KILLED_AFTER = 30  # seconds that torchrun leaves for the last save
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive. PyTorch's own MemTracker says the same, but takes minutes for a
+    deep model, since each operation updates the statistics of every module."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = WeakIdKeyDictionary()  # storages
+        self.held = 0
+        self.peak = 0
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage not in self.known:
+            self.known[storage] = storage.nbytes()
+            self.held += storage.nbytes()
+            self.peak = max(self.peak, self.held)
+            weakref.finalize(storage, self.drop, storage.nbytes())
+
+    def drop(self, size):
+        self.held -= size
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self.add, result)
+        return result
+
+
+def step_memory(method, config, rows, settings):
+    """(parameters, those trained, bytes at the peak of a training step on one GPU) with so many rows. method: an
+    entry of train.METHODS."""
+    from model import chunks  # which builds on this package
+    _, model_class, batch_class = method
+    half = settings['dtype'] != 'float32'
+    memory = Memory()
+    with FakeTensorMode(), warnings.catch_warnings(), memory:
+        warnings.simplefilter('ignore')
+        model = model_class(config)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if settings['checkpoint_blocks']:
+            checkpoint_blocks(model)
+        optimizer = torch.optim.AdamW(trained, foreach=False)
+        batch = batch_class.largest(config, rows)
+        for _ in range(2):  # at the second step AdamW's moments are there
+            memory.peak = memory.held
+            with torch.autocast('cpu', torch.bfloat16) if half else nullcontext():
+                try:
+                    loss = model(*batch)[1]
+                except DynamicOutputShapeException:
+                    raise UserError("no plan for this method: what it computes depends on a row's tokens") from None
+            # inside the head, which it does not see: logits, their gradient, and in half precision a copy of each
+            decoded = batch[1].numel() * model.row_lengths()[1] // config.block_size
+            chunk = chunks(decoded, config.vocab_size)[0].stop
+            head = memory.held + chunk * config.vocab_size * (12 if half else 8)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            del loss
+    return sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained), max(memory.peak, head)
+
+
+def make_plan(method_name, method, model_settings, settings):
+    """The plan as text. method: an entry of train.METHODS. Raises UserError where the vocabulary is not known."""
+    config, steps, why = what_runs(method, model_settings, settings)
+    gpus = settings['gpus']
+    rows = settings['batch_size']
+    n, trained, peak = step_memory(method, config, rows, settings)
+    more = 2 * rows  # what a row takes is the difference
+    per_row = (step_memory(method, config, more, settings)[2] - peak) / rows
+    activations = peak - 4 * n - 8 * trained
+    fixed = {'weights': 4 * n, 'gradients': 4 * trained,
+             'AdamW': 8 * trained / (gpus if settings['shard_optimizer'] else 1)}
+    total = sum(fixed.values()) + activations  # DDP keeps room for gradients all the time
+    usable = settings['gpu_memory'] * 1e9 * USABLE
+    most = max(0, rows + math.floor((usable - total) / per_row))
+    tokens = steps * rows * settings['grad_accum'] * config.block_size
+    with torch.device('meta'):
+        flops = tokens * flops_per_token(method[1](config))
+    hours = {name: flops / (gpus * peak * UTILISATION) / 3600 for name, peak in PEAK_FLOPS.items()}
+    checkpoint = 4 * n + 8 * trained
+    save = checkpoint / DISK
+    lines = [
+        f'{method_name}: {n:,} parameters, {trained:,} of them trained; {gpus} GPUs of {settings["gpu_memory"]:g} GB',
+        f'memory of each GPU at {rows} rows of {config.row_size} positions, GB:',
+        *(f'  {name:24s} {size / 1e9:7.2f}' for name, size in
+          [*fixed.items(), ('activations, logits, copies', activations), ('together', total)]),
+        f'largest batch_size that fits: {most}' + ('' if most else ': not even one row does; checkpoint_blocks and '
+                                                   'shard_optimizer take less, as do more or larger GPUs'),
+        f'disk: {checkpoint / 1e9:.1f} GB for ckpt.pt, {4 * n / 1e9:.1f} GB for best.pt; a save takes about {save:.0f} s'
+        + (f', more than the {KILLED_AFTER} s that torchrun leaves after a signal' if save > KILLED_AFTER else ''),
+        f'{steps:,} steps{why}, {tokens / 1e9:.3g}B tokens, {flops:.2e} FLOPs; hours at {UTILISATION:.0%} of the peak: '
+        + ', '.join(f'{name} {h:,.1f}' for name, h in hours.items()),
+        f'attention: {kernel(method_name, config, settings)}',
+        'not checked: the GPU\'s own kernels and their workspaces, the network, data, speed']
+    return '\n'.join(lines)
+
+
+def what_runs(method, model_settings, settings):
+    """(model's configuration, steps, a remark on them), from the data set if it is prepared, else as stated."""
+    config_class, _, batch_class = method
+    meta = None
+    with suppress(UserError):
+        meta = data.read_meta(settings['dataset'])
+    vocab_size = model_settings.get('vocab_size') or meta and meta['vocab_size']
+    if not vocab_size:
+        raise UserError(f'a plan needs vocab_size: dataset {settings["dataset"]!r} is not prepared, so state it')
+    config = config_class(**{**model_settings, 'vocab_size': vocab_size})
+    epoch_iters, why = 1000.0, ''
+    if getattr(config, 'epochs', 0):
+        if meta and meta['kind'] == 'records':
+            epoch_iters = meta['train_rows'] / (settings['batch_size'] * settings['grad_accum'])
+        else:
+            why = ' (1,000 an epoch: the data set is not prepared)'
+    last = config.stages(settings['max_iters'], settings['learning_rate'], epoch_iters)[-1]
+    return config, last.first + last.iters, why
+
+
+def kernel(method, config, settings):
+    """Which fused kernel attention can take on a GPU."""
+    if settings['dtype'] == 'float32':
+        return 'float32: the memory-efficient kernel'
+    masked = method in ('rim', 'coconut') or not getattr(config, 'see_pauses', True)
+    masked = masked or bool(config.local_layers and config.window < config.row_size)
+    return 'a mask: the memory-efficient or the cuDNN kernel' if masked else 'causal: the flash kernel'

@@ -1,0 +1,59 @@
+"""--plan: its memory against what a step takes; what it prints; what it refuses."""
+import pytest
+import torch
+
+import bench
+import train
+from config import UserError, machine
+from config.plan import step_memory
+from conftest import write_text
+
+SIZE = dict(vocab_size=3000, block_size=128, n_layer=4, n_head=4, n_embd=128)
+
+
+@pytest.mark.parametrize('checkpoint_blocks', [False, True])
+@pytest.mark.parametrize('method, settings', [
+    ('gpt', {}), ('thoughtbubbles', dict(fork_layers=(1, 2))), ('thoughtbubbles', dict(fork_layers=(1,), merge='residual')),
+    ('cyb', dict(W=2)), ('cyb', dict(W=2, objective='tbys')), ('rim', {}), ('rim', dict(lora_rank=8))])
+def test_the_memory_of_a_step_is_planned_within_a_tenth(method, settings, checkpoint_blocks, monkeypatch):
+    monkeypatch.setattr(bench, 'device', 'cpu')
+    entry = train.METHODS[method]
+    config = entry[0](**SIZE, **settings)
+    n, trained, planned = step_memory(entry, config, 4, dict(dtype='float32', checkpoint_blocks=checkpoint_blocks))
+    model = entry[1](config)
+    optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
+    if checkpoint_blocks:
+        machine.checkpoint_blocks(model)
+    batch = entry[2].largest(config, 4)
+
+    def step():
+        model(*batch)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()  # from here on AdamW's moments are there
+    assert n == sum(p.numel() for p in model.parameters())
+    measured = 4 * n + 8 * trained + bench.peak_memory(step)
+    assert measured / 1.1 < planned < measured * 1.1
+
+
+def test_a_plan_needs_neither_data_nor_weights(capsys, tmp_path):
+    train.main(['config/tb_772m.py', '--plan=True', '--n_layer=12', '--n_embd=160', f'--out_dir={tmp_path}/x'])
+    said = capsys.readouterr().out
+    assert '75,000 steps, 2.46B tokens' in said and 'causal: the flash kernel' in said
+    assert 'largest batch_size that fits: ' in said and not (tmp_path / 'x').exists()
+    train.main(['config/rim_gpt2.py', '--plan=True', '--n_layer=2', '--n_embd=48', '--lora_rank=4', '--gpu_memory=0.1'])
+    said = capsys.readouterr().out
+    assert 'a mask: the memory-efficient or the cuDNN kernel' in said and '1,000 an epoch' in said
+    assert 'largest batch_size that fits: 0: not even one row does' in said
+
+
+def test_a_plan_reads_what_is_prepared(capsys, tmp_path):
+    dataset = write_text(tmp_path / 'text')
+    tiny = [f'--dataset={dataset}', '--plan=True', '--n_layer=2', '--n_embd=16']
+    train.main(tiny)
+    assert f'gpt: {2 * 12 * 16 * 16 + 4 * 16 + 16 + 4 * 16:,} parameters' in capsys.readouterr().out
+    with pytest.raises(UserError, match='a plan needs vocab_size: dataset .* is not prepared'):
+        train.main([*tiny, '--dataset=c4'])
+    with pytest.raises(UserError, match='no plan for this method'):
+        train.main([*tiny, '--method=coconut', '--vocab_size=30'])
