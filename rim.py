@@ -298,7 +298,7 @@ class RiMBatches:
 
     @staticmethod
     def largest(config, rows):
-        """A full batch without content, half of it learned."""
+        """A full batch, without content; half is learned."""
         idx = torch.zeros(rows, config.block_size, dtype=torch.long)
         at = torch.zeros(idx.numel() // 2, dtype=torch.long)
         return idx, at, at.float(), at, idx, *([idx] if config.layout[0] else [])
