@@ -141,7 +141,7 @@ def causal_mask(queries, keys, pad=None, device=None):
     query = key[keys - queries:, None]
     if pad is None:
         return (key <= query)[None, None]
-    # a padding query sees itself, since the softmax over no key at all is nan
+    # a padding query sees itself: the softmax over no key is nan
     return ((key <= query) & (~pad[:, None] | (key == query)))[:, None]
 
 
@@ -151,7 +151,7 @@ def text_start(pad):
 
 
 class KVCache:
-    """A layer's keys (already rotated) and values: room for `capacity` positions, `length` of them filled."""
+    """A layer's keys (rotated) and values: room for `capacity` positions, `length` of them filled."""
 
     def __init__(self, capacity):
         self.capacity = capacity
@@ -222,7 +222,7 @@ class CausalSelfAttention(nn.Module):
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if log_p is not None:
-            # the score rides in one more channel, q.1 * k.log_p: a bias tensor would be (B,H,S,S) and would
+            # the score rides in one more channel, q.1 * k.log_p: a bias would be (B,H,S,S) and would
             # rule out the fused causal kernel. v grows along because the kernel wants equal widths
             v = v * log_p.exp()[:, None, :, None].to(v.dtype)
             channel = log_p[:, None, :, None].expand(B, k.size(1), S, 1).to(k.dtype)
@@ -365,7 +365,7 @@ def mean_nll(nll, targets):
 @contextlib.contextmanager
 def eval_mode(model):
     """A block of code without dropout; then the mode is as before."""
-    if not model.training:  # switching takes a tenth of a short answer's time
+    if not model.training:  # switching costs a tenth of an answer
         yield
         return
     model.eval()
@@ -578,7 +578,8 @@ class GPT(nn.Module):
         """What a finished run shows, as text: here a sample."""
         tokenizer = batches.tokenizer
         prompt = tokenizer.begin + tokenizer.encode(tokenizer.start_text())
-        new = self.complete([prompt], 200, temperature=0.8, n_text=tokenizer.n_text)[0]
+        end = {'n_text': tokenizer.n_text, 'stop_token': tokenizer.end}
+        new = self.complete([prompt], 200, temperature=0.8, **end)[0]
         return 'a sample at temperature 0.8:\n' + tokenizer.decode(new)
 
     # --- training ---

@@ -65,11 +65,16 @@ def load_start(name):
     """The checkpoint to start from: a file, a run's folder, a published model's folder, or its name on the Hugging
     Face hub. Raises UserError."""
     from config.pretrained import read_folder  # which builds on this file
-    if not os.path.exists(name) and on_hub(name):
-        return read_folder(download(name))
-    if os.path.exists(os.path.join(name, 'config.json')):
-        return read_folder(name)
-    return load_checkpoint(os.path.join(name, 'ckpt.pt') if os.path.isdir(name) else name)
+    folder = download(name) if on_hub(name) and not os.path.exists(name) else name
+    own = os.path.join(folder, 'ckpt.pt')
+    if os.path.exists(own) or not os.path.exists(os.path.join(folder, 'config.json')):
+        return load_checkpoint(own if os.path.isdir(folder) else folder)
+    try:
+        return read_folder(folder)
+    except UserError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as e:
+        raise UserError(f'{folder}: its files do not fit together ({type(e).__name__}: {first_line(e)})') from e
 
 
 def download(name, patterns=('*.json', '*.safetensors')):

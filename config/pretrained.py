@@ -15,7 +15,7 @@ from data.bpe import published_spec
 BLOCK_SIZE = 1024  # at most, unless set: a row's memory and time grow with it, and published models reach far
 ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu', 'silu': 'silu'}
 # settings that must be off or absent, since the core has no such thing
-OFF = ('attention_bias', 'mlp_bias', 'add_cross_attention', 'scale_attn_by_inverse_layer_idx',
+OFF = ('quantization_config', 'attention_bias', 'mlp_bias', 'add_cross_attention', 'scale_attn_by_inverse_layer_idx',
        'reorder_and_upcast_attn', 'attn_logit_softcapping', 'final_logit_softcapping', 'use_bidirectional_attention')
 
 
@@ -43,21 +43,26 @@ def head_width(c):
 
 
 def gemma(c):
-    act = c.get('hidden_activation') or 'gelu_pytorch_tanh'  # its hidden_act says gelu and means the tanh form
+    act = c.get('hidden_activation') or c.get('hidden_act', 'gelu')
+    act = 'gelu_pytorch_tanh' if act == 'gelu' else act  # which is what published files mean by gelu
     c = {'head_dim': 256, 'tie_word_embeddings': True, 'max_position_embeddings': 8192, **c, 'hidden_act': act}
     return {**llama(c), 'scale_embedding': True}
 
 
 def gemma3(c):
     rope = c.get('rope_parameters') or {}  # one for each type of layer; older files have three settings
-    local = rope.get('sliding_attention', {}).get('rope_theta') or c.get('rope_local_base_freq') or 10000.0
+    local, scaled = rotary({**c, 'rope_theta': c.get('rope_local_base_freq')}, rope.get('sliding_attention', {}))
     whole = rope.get('full_attention') or c.get('rope_scaling') or {}
     c = {'num_attention_heads': 8, 'num_key_value_heads': 4, 'vocab_size': 262208, 'rope_theta': 1e6, **c,
          'rope_parameters': whole}
     n = c['num_hidden_layers']
     every = c.get('sliding_window_pattern') or 6
+    if scaled:
+        raise UserError('rotary scaling of the local layers is not supported')
     types = c.get('layer_types') or [('sliding' if (i + 1) % every else 'full') + '_attention' for i in range(n)]
-    return {**gemma(c), 'qk_norm': True, 'second_norms': True, 'local_rope_base': float(local),
+    if len(types) != n or not {*types} <= {'sliding_attention', 'full_attention'}:
+        raise UserError(f'layer_types = {types}: expected sliding_attention or full_attention for each of {n} layers')
+    return {**gemma(c), 'qk_norm': True, 'second_norms': True, 'local_rope_base': local,
             'window': c.get('sliding_window', 4096),
             'local_layers': tuple(i for i in range(n) if types[i] == 'sliding_attention')}
 
@@ -87,13 +92,15 @@ def read_settings(path):
     """(family, config.json of the language model, our settings)."""
     c = read_json(path)
     family = c.get('model_type')
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f'{path}: architecture {family!r} is not supported: there are {", ".join(FAMILIES)}')
     try:
-        c = {**c, **c.get('text_config', {})}
+        c = {**c, **{name: value for name, value in c.get('text_config', {}).items() if value is not None}}
         for name in OFF:
             if c.get(name):
                 raise UserError(f'{name} = {c[name]!r} is not supported')
+        if not c.get('scale_attn_weights', True):
+            raise UserError('scale_attn_weights = False is not supported')
         for name in ('activation_function', 'hidden_activation', 'hidden_act'):
             if c.get(name) not in (None, *ACTIVATIONS):
                 raise UserError(f'{name} = {c[name]!r}: there are {", ".join(ACTIVATIONS)}')
@@ -145,8 +152,10 @@ def open_tensors(folder):
     return where
 
 
-def read_weights(folder, family, shapes):
+def read_weights(folder, family, config, shapes):
     """The weights of a GPT whose tensors have these {name: shape}. Raises UserError where the files have others."""
+    D = config.head_width
+    rows_of = {'c_attn': [config.n_head * D, config.kv_heads * D, config.kv_heads * D], 'c_fc': 2 * [config.n_hidden]}
     where = {}
     tensors = open_tensors(folder)
     skipped = [name for name in tensors if VISION.match(name)]
@@ -154,29 +163,37 @@ def read_weights(folder, family, shapes):
         print(f'{folder}: {len(skipped)} tensors of the vision tower are left out: only the language model is read')
     for name, file in tensors.items():
         short = BEFORE.sub('', name)
+        if short in where:
+            raise UserError(f'{folder}: {where[short][0]} and {name} are the same tensor twice')
         if name not in skipped and not BUFFER.search(short):
             where[short] = name, file
     state, unused = {}, {*where}
     for name, shape in shapes.items():
         parts = theirs(name, family)
-        if name == 'lm_head.weight' and parts[0] not in where:
-            parts = theirs('wte.weight', family)  # tied: the file has it once
+        if name == 'lm_head.weight' and parts[0] not in where and config.tie_weights:
+            parts = theirs('wte.weight', family)  # the file has it once
         lacking = [part for part in parts if part not in where]
         if lacking:
             raise UserError(f'{folder}: its files have no tensor {lacking[0]}, but config.json asks for one')
         unused -= {*parts}
         try:
-            found = [where[part][1].get_tensor(where[part][0]).float() for part in parts]
+            found = [where[part][1].get_tensor(where[part][0]) for part in parts]
         except Exception as e:
             raise UserError(f'{folder}: {parts[0]} cannot be read ({first_line(e)})') from e
+        if not all(tensor.is_floating_point() for tensor in found):
+            raise UserError(f'{folder}: {parts[0]} holds {found[0].dtype}: quantized weights are not read')
+        found = [tensor.float() for tensor in found]
         sizes = ', '.join(f'{part} {tuple(tensor.shape)}' for part, tensor in zip(parts, found))
         if family == 'gpt2' and re.search(r'(c_attn|c_fc|c_proj)\.weight$', name):
             found = [tensor.T for tensor in found]  # GPT-2 multiplies from the other side
         if family.startswith('gemma') and found[0].dim() == 1:
             found = [1 + tensor for tensor in found]  # its norms multiply by 1 + w
-        if any(tensor.shape[1:] != shape[1:] for tensor in found) or sum(map(len, found)) != shape[0]:
+        rows = rows_of[name.split('.')[-2]] if len(found) > 1 else shape[:1]
+        if [tensor.shape for tensor in found] != [(n, *shape[1:]) for n in rows]:
             raise UserError(f'{folder}: {sizes} does not fit config.json, which makes {tuple(shape)} of it')
         state[name] = torch.cat(found).contiguous()
+    if config.tie_weights and not torch.equal(state['lm_head.weight'], state['wte.weight']):
+        raise UserError(f'{folder}: config.json ties head and embeddings, but the files have two different ones')
     if unused:
         raise UserError(f'{folder}: {min(unused)} has no place in this architecture ({len(unused)} such tensors)')
     return state
@@ -192,13 +209,17 @@ def read_folder(folder):
             shapes = {name: tensor.shape for name, tensor in GPT(config).state_dict().items()}
     except (UserError, TypeError, RuntimeError) as e:
         raise UserError(f'{folder}/config.json: {first_line(e)}') from e
-    state = read_weights(folder, family, shapes)
+    state = read_weights(folder, family, config, shapes)
     if family.startswith('gemma3'):  # it divides q.k by a number of its own, where we divide by sqrt(D)
         for name in [name for name in state if name.endswith('q_norm.weight')]:
             state[name] *= (config.head_width / c.get('query_pre_attn_scalar', 256)) ** 0.5
     spec = published_spec(folder, c.get('eos_token_id'))
+    tokens = Tokenizer(spec).text
+    if tokens.n > config.vocab_size:  # Gemma 3 1B: one for pictures, which this model never sees
+        if not {*range(config.vocab_size, tokens.n)} <= {*getattr(tokens, 'special', ())}:
+            raise UserError(f'{folder}: the tokenizer has {tokens.n} tokens, config.json has vocab_size = '
+                            f'{config.vocab_size}')
+        spec['rows'] = config.vocab_size
     size = Tokenizer(spec).vocab_size
-    if size > config.vocab_size:
-        raise UserError(f'{folder}: the tokenizer has {size} tokens, config.json has vocab_size = {config.vocab_size}')
     return {'version': VERSION, 'method': 'gpt', 'model_config': settings, 'model': state, 'step': 0, 'settings': {},
             'meta': {'kind': 'text', 'tokenizer': spec, 'vocab_size': size}, 'best_val_loss': math.inf}

@@ -133,8 +133,8 @@ class Run:
                             'another --out_dir') from None
         except (ImportError, OSError) as e:
             print(f'{self.out_dir}: no locks on this system ({first_line(e)}): do not start a second run there')
-        earlier = [path for name in ('ckpt.pt', 'best.pt', 'log.jsonl')
-                   if os.path.exists(path := os.path.join(self.out_dir, name)) and os.path.getsize(path)]
+        earlier = [path for name in ('*.pt', 'log.jsonl')
+                   for path in glob(os.path.join(escape(self.out_dir), name)) if os.path.getsize(path)]
         if earlier and not self.resume and not self.settings['overwrite']:
             raise UserError(f'out_dir = {self.out_dir!r} holds a run already: --init_from=resume goes on with it, '
                             '--overwrite replaces it, --out_dir=... leaves it alone')

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from config import UserError
 from config.files import write_file
-from data.bpe import gpt2_tokens, json_tokens
+from data.bpe import gpt2_tokens, json_tokens, same_tokens
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 UNIT = {'text': 'nats per token', 'records': 'nats per record'}  # of a loss; a record's is summed over its tokens
@@ -34,7 +34,7 @@ def distinct_texts(name, texts, longest):
 class Tokenizer:
     """Text <-> token ids, of meta.json's 'tokenizer': {'kind': 'char', 'chars': [...]}, {'kind': 'gpt2'}, or a
     published model's {'kind': 'json', 'json': the text of its tokenizer.json, 'begin': [ids before a document],
-    'end': the id after one}. 'special', if there, names tokens that no text contains. Their ids follow the text's:
+    'end': the id after one, 'rows': how many ids the model has}. 'special', if there, names tokens that no text contains. Their ids follow the text's:
     `special` is {name: id}. Ids below n_text are text; vocab_size counts all. Raises UserError."""
 
     def __init__(self, spec):
@@ -42,7 +42,7 @@ class Tokenizer:
         if not isinstance(spec, dict) or spec.get('kind') not in kinds:
             raise UserError(f'tokenizer {str(spec)[:60]!r} is unknown: its kind is char, gpt2 or json')
         self.text = kinds[spec['kind']](spec)  # has encode, decode and n
-        self.n_text = self.text.n
+        self.n_text = min(self.text.n, spec.get('rows', self.text.n))  # rows: of a model that lacks the last ones
         self.begin = spec.get('begin', [])  # what a document opens with; a row from inside of one does not
         # what ends one, None if nothing does
         self.end = spec.get('end', getattr(self.text, 'end', None))
@@ -233,6 +233,9 @@ def read_with(name, spec, given=True):
     spec = {**{key: value for key, value in spec.items() if key != 'special'}, **special}
     if spec == {key: value for key, value in meta['tokenizer'].items() if special or key != 'special'}:
         return name, meta
+    ours, theirs = Tokenizer(meta['tokenizer']), Tokenizer(spec)
+    if meta['kind'] == 'text' and ours.end == theirs.end and same_tokens(ours.text, theirs.text):
+        return name, meta
     if meta['kind'] == 'records':
         return name, {**meta, 'tokenizer': spec, 'vocab_size': Tokenizer(spec).vocab_size}
     folder = dataset_folder(name)
@@ -248,9 +251,12 @@ def read_with(name, spec, given=True):
         raise UserError(f'dataset = {name!r} was prepared anew since, or with another tokenizer than the model has: '
                         + (f'{source}, the text to encode with that, is not there' if given else
                            f'add --dataset={name} to encode its text with that'))
+    text = read_text(source)
+    if meta.get('sha256') != sha256(text):
+        raise UserError(f'{source} has changed since dataset = {name!r} was prepared: prepare it anew, and start anew')
     print(f'encoding {source} with the tokenizer of the model', flush=True)
     from data.text import write_text_dataset  # which builds on this file
-    write_text_dataset(target, read_text(source), spec, os.path.basename(source))
+    write_text_dataset(target, text, spec, os.path.basename(source))
     return target, read_meta(target)
 
 

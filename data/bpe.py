@@ -24,7 +24,13 @@ class Tiktoken:
         self.end = end  # the token that ends a document, where the encoding says it
 
     def encode(self, text):
-        ids = self.encoding.encode_ordinary(text)
+        try:
+            ids = self.encoding.encode_ordinary(text)
+        except BaseException as e:  # Rust's PanicException is no Exception
+            if type(e).__name__ != 'PanicException':
+                raise
+            raise UserError('the text has a run of spaces or of other like characters that is too long for the '
+                            'tokenizer') from None
         if ids and max(ids) >= self.n:
             lacking = {self.encoding.decode_single_token_bytes(i) for i in ids if i >= self.n}
             raise UserError(f'the tokenizer has no {", ".join(map(repr, sorted(lacking)))}: take these bytes out of '
@@ -48,12 +54,27 @@ class HuggingFace:
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.n = max(self.tokenizer.get_vocab().values()) + 1
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special = {i: token.content for i, token in added.items() if token.special}
 
     def encode(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        text = text.encode('utf-8', 'replace').decode()  # half a character, which a command line may hold, is a ?
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if made := self.special.keys() & {*ids}:  # for what it cannot write, or by a rule of its own
+            raise UserError(f'the tokenizer makes its special token {self.special[min(made)]} of the text {text[:60]!r}')
+        return ids
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def same_tokens(a, b):
+    """Whether two readers of the above give the same ids for every text: GPT-2's own and its published file."""
+    if not (isinstance(a, Tiktoken) and isinstance(b, Tiktoken) and a.n == b.n):
+        return False
+    a, b = a.encoding, b.encoding
+    patterns = {encoding._pat_str for encoding in (a, b) if encoding.name != 'gpt2'}
+    return a._mergeable_ranks == b._mergeable_ranks and patterns <= {GPT2}
 
 
 def gpt2_tokens(spec):
@@ -72,6 +93,8 @@ def json_tokens(spec):
     text = spec.get('json')
     try:
         return as_tiktoken(json.loads(text)) if spec.get('tiktoken') else HuggingFace(text)
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f'the tokenizer is damaged ({type(e).__name__}: {e})') from e
 
@@ -124,6 +147,8 @@ def is_tiktoken(parsed):
         odd = [parsed.get('normalizer'), model.get('dropout'), model.get('byte_fallback'),
                model.get('continuing_subword_prefix'), model.get('end_of_word_suffix')]
         odd += [not token['special'] for token in parsed['added_tokens']]  # such a one is cut out of a text
+        if model.get('ignore_merges'):  # then one in the vocabulary is made of its text
+            odd += [token['content'] in model['vocab'] for token in parsed['added_tokens']]
         if model['type'] != 'BPE' or any(odd) or not pattern_of(parsed['pre_tokenizer']):
             return False
         ranks, special = ranks_of(parsed)
@@ -131,7 +156,7 @@ def is_tiktoken(parsed):
         merges = [merge.split(' ') if isinstance(merge, str) else merge for merge in model['merges']]
         merges = [tuple(bytes(byte[ch] for ch in part) for part in merge) for merge in merges]
         order = [ranks[a + b] for a, b in merges]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         return False
     ids = sorted([*ranks.values(), *special.values()])
     if order != sorted(order) or ids != list(range(len(ids))):
@@ -146,11 +171,11 @@ def is_tiktoken(parsed):
 
 
 def joined(token, ranks):
-    """What a token (bytes) consists of before its own merge, by tiktoken's rule."""
+    """What tiktoken's rule leaves of a token (bytes) before the last merge."""
     parts = [bytes([b]) for b in token]
-    while len(parts) > 1:
+    while len(parts) > 2:
         rank, i = min((ranks.get(a + b, math.inf), i) for i, (a, b) in enumerate(zip(parts, parts[1:])))
-        if rank >= ranks[token]:
+        if rank == math.inf:
             break
         parts[i:i + 2] = [parts[i] + parts[i + 1]]
     return parts
@@ -180,5 +205,8 @@ def published_spec(folder, end):
             spec['begin'] = [token['id'] for token in parsed['added_tokens'] if token['content'] == name]
     except (KeyError, TypeError, AttributeError) as e:
         raise UserError(f'{path} or tokenizer_config.json is damaged ({e!r})') from e
+    if '"Strip"' in json.dumps(parsed.get('decoder')):
+        raise UserError(f'{path}: a tokenizer that puts a space before each text is not supported')
     end = end[0] if isinstance(end, list) and end else end
-    return spec if end is None else {**spec, 'end': end}
+    known = type(end) is int and 0 <= end < json_tokens(spec).n
+    return {**spec, 'end': end} if known else spec

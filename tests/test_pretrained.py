@@ -303,6 +303,60 @@ def test_what_tiktoken_would_read_otherwise_is_left_to_the_tokenizers_package(ch
     assert not bpe.is_tiktoken(parsed)
 
 
+def test_merges_of_later_tokens_inside_longer_pieces_are_seen():
+    """c c, cc b, c ccb, c b: tiktoken joins cc + cb to a token that the list makes of c + ccb alone."""
+    parsed = tokenizer_json()
+    vocab = {token: i for i, token in enumerate([*bpe.byte_alphabet(), 'cc', 'ccb', 'cccb', 'cb'])}
+    parsed['model'].update(vocab=vocab, merges=['c c', 'cc b', 'c ccb', 'c b'], ignore_merges=True)
+    for i, token in enumerate(parsed['added_tokens']):
+        token['id'] = 260 + i
+    assert not bpe.is_tiktoken(parsed)
+
+
+def test_the_published_file_of_gpt2s_tokenizer_is_gpt2s():
+    try:
+        own = bpe.gpt2_tokens({})
+    except UserError:
+        pytest.skip('the gpt2 vocabulary is not at hand: set TIKTOKEN_CACHE_DIR')
+    char = {b: ch for ch, b in bpe.byte_alphabet().items()}
+    ranks = own.encoding._mergeable_ranks
+    parsed = tokenizer_json()
+    parsed['model']['vocab'] = {''.join(char[b] for b in token): i for token, i in ranks.items()}
+    parsed['added_tokens'] = [{**parsed['added_tokens'][0], 'id': 50256}]
+    assert bpe.same_tokens(own, bpe.as_tiktoken(parsed))
+    parsed['model']['vocab'].update({'Ġthe': 300, parsed_token(parsed, 300): parsed['model']['vocab']['Ġthe']})
+    assert not bpe.same_tokens(own, bpe.as_tiktoken(parsed))
+
+
+def parsed_token(parsed, i):
+    return next(token for token, j in parsed['model']['vocab'].items() if j == i)
+
+
+def test_what_a_tokenizer_cannot_write_is_named():
+    parsed = tokenizer_json()
+    parsed['normalizer'] = {'type': 'NFC'}
+    spec = {'kind': 'json', 'json': json.dumps(parsed)}
+    assert Tokenizer(spec).encode('a\udcffb') == Tokenizer(spec).encode('a?b')  # half a character
+    vocab = parsed['model']['vocab']
+    vocab['<|endoftext|>'] = vocab.pop(next(ch for ch, b in bpe.byte_alphabet().items() if b == 4))
+    parsed['added_tokens'] = [{**parsed['added_tokens'][0], 'id': vocab['<|endoftext|>']}]
+    parsed['model'].update(unk_token='<|endoftext|>')
+    with pytest.raises(UserError, match='makes its special token <|endoftext|> of the text'):
+        Tokenizer({'kind': 'json', 'json': json.dumps(parsed)}).encode('a\x04b')
+    with pytest.raises(UserError, match='a run of spaces or of other like characters that is too long'):
+        Tokenizer({'kind': 'json', 'json': json.dumps(tokenizer_json()), 'tiktoken': True}).encode(' ' * 10 ** 6 + 'x')
+
+
+def test_a_text_that_changed_is_not_mixed_with_what_was_made_of_it(folder, tmp_path):
+    text = tmp_path / 'set' / 'input.txt'
+    text.parent.mkdir()
+    data.text.write_text_dataset(str(text.parent), 'the cat\n' * 50, {'kind': 'char', 'chars': sorted(set('the cat\n'))},
+                                 'input.txt')
+    text.write_text('the cat\n' * 51)
+    with pytest.raises(UserError, match='has changed since'):
+        data.read_with(str(text.parent), load_start(folder)['meta']['tokenizer'])
+
+
 def test_special_tokens_are_never_made_from_a_users_text():
     spec = {'kind': 'json', 'json': json.dumps(tokenizer_json(begin=True)), 'begin': [260], 'end': 259}
     for tiktoken in (True, False):
@@ -405,6 +459,20 @@ def set_config(**values):
     (set_config(n_head=5), 'config.json: n_embd = 32 is not divisible by n_head = 5'),
     (set_config(n_head='x'), 'config.json'),
     (set_config(activation_function='relu6'), "config.json: activation_function = 'relu6': there are gelu_new"),
+    (set_config(scale_attn_weights=False), 'scale_attn_weights = False is not supported'),
+    (set_config(quantization_config={'bits': 8}), 'quantization_config = .* is not supported'),
+    (set_config(model_type=['gpt2']), r"architecture \['gpt2'\] is not supported"),
+    (lambda f: write_json(f, 'model.safetensors.index.json', {'weight_map': ['a']}), 'do not fit together'),
+    (lambda f: write_json(f, 'model.safetensors.index.json', {'weight_map': {'a': 5}}), 'do not fit together'),
+    (lambda f: change_json(f, 'tokenizer.json', lambda t: t.update(model=None)), 'tokenizer.json'),
+    (lambda f: change_tensors(f, lambda w: {**w, 'transformer.wte.weight': w['wte.weight'].clone()}),
+     'are the same tensor twice'),
+    (lambda f: change_tensors(f, lambda w: {**w, 'lm_head.weight': w['wte.weight'] + 1}),
+     'ties head and embeddings, but the files have two different ones'),
+    (lambda f: change_tensors(f, lambda w: {**w, 'wte.weight': w['wte.weight'].to(torch.int8)}),
+     'holds torch.int8: quantized weights are not read'),
+    (lambda f: change_json(f, 'tokenizer.json', lambda t: t.update(decoder={'type': 'Strip', 'content': ' '})),
+     'a space before each text is not supported'),
     (set_config(scale_attn_by_inverse_layer_idx=True), 'scale_attn_by_inverse_layer_idx = True is not supported'),
     (lambda f: change_json(f, 'config.json', lambda c: c.pop('n_layer') and c), "lacks a setting .*n_layer"),
     (set_config(vocab_size=200), r'wte.weight \(300, 32\) does not fit'),
@@ -415,6 +483,65 @@ def test_a_folder_that_is_not_whole_is_refused_in_one_line(folder, spoil, messag
     with pytest.raises(UserError, match=message) as error:
         load_start(folder)
     assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('family, change, message', [
+    ('gemma3', dict(layer_types=['chunked_attention'] * 7), 'layer_types = .* expected sliding_attention or'),
+    ('gemma3', dict(layer_types=['full_attention'] * 9), 'for each of 7 layers'),
+    ('gemma3', dict(query_pre_attn_scalar=0), 'do not fit together'),
+    ('gemma3', dict(rope_parameters={'full_attention': {'rope_type': 'default', 'rope_theta': 1e6},
+                                     'sliding_attention': {'rope_type': 'linear', 'rope_theta': 1e4, 'factor': 4.0}}),
+     'rotary scaling of the local layers'),
+    ('llama', dict(num_attention_heads=2, num_key_value_heads=4, head_dim=8), 'n_kv_head = 4'),
+    ('llama', dict(num_key_value_heads=4, num_attention_heads=4, head_dim=6), 'does not fit config.json'),
+    ('llama3', dict(tie_word_embeddings=True), 'two different ones')])
+def test_settings_that_the_core_lacks_are_refused(family, change, message, tmp_path):
+    write_model(family, str(tmp_path))
+    set_config(**change)(str(tmp_path))
+    with pytest.raises(UserError, match=message):
+        load_start(str(tmp_path))
+
+
+def test_parts_of_a_matrix_must_fit_one_by_one(tmp_path):
+    write_model('llama', str(tmp_path))
+    q, k = (f'model.layers.0.self_attn.{part}_proj.weight' for part in 'qk')
+    change_tensors(str(tmp_path), lambda w: {**w, q: w[k].clone(), k: w[q].clone()})  # the sum of rows is the same
+    with pytest.raises(UserError, match='does not fit config.json'):
+        load_start(str(tmp_path))
+
+
+def test_gemma_1_takes_the_activation_that_its_file_names(tmp_path):
+    from config.pretrained import gemma
+    base = dict(num_hidden_layers=1, num_attention_heads=1, hidden_size=8, intermediate_size=8, vocab_size=9)
+    found = [gemma({**base, **more})['activation'] for more in (
+        {}, dict(hidden_act='gelu'), dict(hidden_act='silu'), dict(hidden_act='silu', hidden_activation='gelu_new'))]
+    assert found == ['gelu_tanh', 'gelu_tanh', 'silu', 'gelu_tanh']
+
+
+def test_a_tokenizers_last_special_token_may_have_no_row(tmp_path):
+    """As in Gemma 3 1B, whose tokenizer knows a token for pictures."""
+    write_model('llama', str(tmp_path))
+    parsed = tokenizer_json()
+    set_config(vocab_size=261)(str(tmp_path))
+    change_tensors(str(tmp_path), lambda w: {name: t[:261].clone() if len(t) == 300 else t for name, t in w.items()})
+    parsed['added_tokens'].append({**parsed['added_tokens'][0], 'id': 261, 'content': '<picture>'})
+    parsed['normalizer'] = {'type': 'NFC'}
+    write_json(str(tmp_path), 'tokenizer.json', parsed)
+    tokenizer = Tokenizer(load_start(str(tmp_path))['meta']['tokenizer'])
+    assert tokenizer.n_text == 261 and tokenizer.decode([261]) == '<261>'
+    parsed['added_tokens'][-1]['special'] = False
+    write_json(str(tmp_path), 'tokenizer.json', parsed)
+    with pytest.raises(UserError, match='the tokenizer has 262 tokens, config.json has vocab_size = 261'):
+        load_start(str(tmp_path))
+
+
+def test_a_folder_with_a_checkpoint_of_ours_is_that_run(folder, tmp_path):
+    text = tmp_path / 'my.txt'
+    text.write_text('the cat and the dog\n' * 200)
+    with without_reports():
+        train.main([f'--init_from={folder}', f'--dataset={text}', '--block_size=16', '--max_iters=1', '--device=cpu',
+                    f'--out_dir={folder}'])
+    assert load_start(folder)['step'] == 1
 
 
 def test_a_rotary_scaling_that_is_not_known_is_named(tmp_path):
