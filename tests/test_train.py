@@ -13,8 +13,7 @@ import config.run
 import data
 import sample
 import train
-from config import machine
-from config import UserError
+from config import UserError, machine
 from config.checkpoint import load_checkpoint
 from conftest import METHOD_SETTINGS, read_log, write_text
 from data.text import TextBatches
@@ -377,3 +376,12 @@ def test_checkpointed_blocks_give_the_same_gradients_bit_for_bit(method, setting
 def test_a_run_with_checkpointed_blocks_is_the_same_run(run):
     a, b = (run(name, dropout=0.1, checkpoint_blocks=name == 'kept') for name in ('plain', 'kept'))
     assert all(torch.equal(weight, b['model'][name]) for name, weight in a['model'].items())
+
+
+def test_a_folder_that_holds_any_model_is_left_alone(run, tmp_path):
+    """Such as merged.pt of config.lora: a run removes the models of the one that it replaces."""
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run' / 'merged.pt').write_bytes(b'x')
+    with pytest.raises(UserError, match='holds a run already'):
+        run()
+    assert (tmp_path / 'run' / 'merged.pt').exists()
