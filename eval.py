@@ -359,7 +359,7 @@ def main(argv):
     unit = data.UNIT[meta['kind']]
     print(title)
     print_numbers(numbers, unit)
-    stem = os.path.splitext(path)[0]
+    stem = os.path.splitext(path.rstrip('/'))[0]
     name_of_file = 'eval' if os.path.basename(stem) == 'ckpt' else os.path.basename(stem) + '_eval'
     folder = os.path.dirname(path) if saved['settings'] else 'out'  # a published one's is not ours
     target = output or os.path.join(folder, name_of_file)

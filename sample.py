@@ -89,6 +89,8 @@ def main(argv):
     globals().update(settings)
     config.check_range(settings, 'num_samples max_new_tokens')
     config.check_range(settings, 'seed', 0, 2 ** 63)
+    if init_from and {'checkpoint', 'out_dir'} & given.keys():
+        raise UserError(f'init_from = {init_from!r}: give that, or checkpoint, or out_dir')
     path, saved, model = open_model(init_from or checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
     tokenizer = Tokenizer(saved['meta']['tokenizer'])  # travels inside the checkpoint: no data set is needed
     is_question = saved['meta']['kind'] == 'records'

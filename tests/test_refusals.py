@@ -281,6 +281,7 @@ COMMANDS = [
     ('eval.py --out_dir={gpt} --threads=100000', 'threads = 100000: this machine has'),
     ('eval.py --out_dir={gpt} --n_mem=2', 'ckpt.pt is a gpt model, they are for models of records'),
     ('eval.py --out_dir={gpt} --beside={rim}', 'ckpt.pt is a gpt model, they are for models of records'),
+    ('sample.py --init_from={gpt} --checkpoint=x', 'give that, or checkpoint, or out_dir'),
     ('eval.py --out_dir={gpt} --dataset={other}', 'with another tokenizer than the model has'),
     ('eval.py --out_dir={rim} --beside={gpt}',
      'beside: ...run_gpt was not trained on records with the tokenizer of'),
