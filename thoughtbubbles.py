@@ -34,8 +34,8 @@ class ThoughtbubblesConfig(GPTConfig):
     attenuate_attention: bool = True  # False (ablation): scores gate the residual updates only
     random_forks: bool = False  # True (ablation): which streams survive is drawn at random
     copies: int = 1  # baseline copy-N: repeat every input token; the paper's has fork_layers=() merge=rightmost
-    # not in the paper; with 10, -10 and True a pretrained model starts as it was: originals nearly undimmed, copies
-    # nearly silent
+    # not in the paper; with 14, -14 and True a pretrained model starts as it was: originals nearly undimmed,
+    # copies nearly silent
     keep_bias: float = 0.0  # added to the keep logit
     fork_bias: float = 0.0  # added to the fork logit
     undivided_scores: bool = False  # attention adds log p to q.k / sqrt(D), so that a silent copy is not heard

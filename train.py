@@ -31,7 +31,7 @@ from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 method = 'gpt'  # gpt | thoughtbubbles | cyb | rim | coconut
 dataset = 'shakespeare_char'  # a folder under data/, or the path of a text (my.txt) or of a prepared folder
 out_dir = 'out/run'  # checkpoints and log.jsonl
-init_from = 'scratch'  # scratch | resume | auto (resume if that can be) | a checkpoint | gpt2 | org/name | a folder
+init_from = 'scratch'  # scratch | resume | auto (resume if it can) | a checkpoint | gpt2 | org/name | a folder
 overwrite = False  # let a run from scratch replace an earlier run in out_dir
 seed = 1337  # of the weights, the batches and dropout
 # batches
@@ -89,8 +89,8 @@ def build_model(checkpoint, path='checkpoint'):
 
 
 def learning_rate_at(stage, it):
-    """Linear warm-up to the stage's peak, then that, or a cosine down to min_lr, in proportion where its peak is not
-    learning_rate."""
+    """Linear warm-up to the stage's peak, then that, or a cosine down to min_lr, in proportion where its peak is
+    not learning_rate."""
     it -= stage.first
     warmup = round(warmup_share * stage.iters) or warmup_iters
     if it < warmup:

@@ -16,9 +16,9 @@ OWN_ROWS = {'special_in': 'wte.weight', 'special_out': 'lm_head.weight'}
 LORA_SCALE = 2.0  # alpha / rank
 # what may change when a run is resumed, though not always bit for bit: max_iters bends the learning rate's cosine,
 # dtype the rounding, and batch_size against grad_accum the dropout; anything else would make it another run
-MAY_CHANGE = {'out_dir', 'init_from', 'plan', 'gpus', 'gpu_memory', 'show_batch', 'overwrite', 'max_iters', 'eval_interval', 'log_interval',
-              'wandb_project', 'device', 'dtype', 'compile', 'threads', 'checkpoint_blocks',
-              'shard_optimizer', 'batch_size', 'grad_accum'}
+MAY_CHANGE = {'out_dir', 'init_from', 'plan', 'gpus', 'gpu_memory', 'show_batch', 'overwrite', 'max_iters',
+              'eval_interval', 'log_interval', 'wandb_project', 'device', 'dtype', 'compile', 'threads',
+              'checkpoint_blocks', 'shard_optimizer', 'batch_size', 'grad_accum'}
 
 
 def first_line(error):
@@ -90,8 +90,8 @@ def download(name, patterns=('*.json', '*.safetensors')):
         raise UserError(f'{name} is not on the Hugging Face hub, or not for you: check the name, or run hf auth '
                         'login') from e
     except Exception as e:  # many kinds, of the hub and of the network
-        raise UserError(f'{name} could not be fetched ({type(e).__name__}: {first_line(e)}): without a network, give '
-                        'a folder that has it') from e
+        raise UserError(f'{name} could not be fetched ({type(e).__name__}: {first_line(e)}): without a network, '
+                        'give a folder that has it') from e
 
 
 def load_weights(model, checkpoint, path):

@@ -1,4 +1,4 @@
-# Baseline: Coconut from GPT-2 as in its repository: two thoughts a stage, three stages. Data and batch as in rim_gpt2.
+# Baseline: Coconut from GPT-2 as in its repository: two thoughts a stage, three stages. The rest as in rim_gpt2.
 from config.rim_gpt2 import *
 
 out_dir = 'out/coconut_gpt2'

@@ -73,8 +73,8 @@ def choose_compile(name, device):
 
 
 def checkpoint_blocks(model):
-    """Let each block keep its input alone and compute the rest again in the backward pass (1604.06174): less memory
-    for a third more work, the same numbers, dropout included."""
+    """Let each block keep its input alone and compute the rest again in the backward pass (1604.06174): less
+    memory for a third more work, the same numbers, dropout included."""
     for layer in {*model.layers}:
         layer.forward = partial(recomputed, layer.forward)
 

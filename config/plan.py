@@ -1,7 +1,7 @@
 """What a run needs, before it starts: python train.py config/tb_772m.py --plan=True --gpus=8 --gpu_memory=80
 
-A step of the real code runs on fake tensors, which have a shape and no content, while their bytes are counted: so this
-takes neither data nor weights, nor the memory that it counts.
+A step of the real code runs on fake tensors, which have a shape and no content, while their bytes are counted: so
+this takes neither data nor weights, nor the memory that it counts.
 """
 import math
 import warnings
@@ -25,8 +25,8 @@ KILLED_AFTER = 30  # seconds that torchrun leaves for the last save
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive. PyTorch's own MemTracker says the same, but takes minutes for a
-    deep model, since each operation updates the statistics of every module."""
+    """Counts the bytes of all tensors that are alive. PyTorch's own MemTracker says the same, but takes minutes
+    for a deep model: each operation updates the statistics of every module."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ def step_memory(method, config, rows, settings):
                 try:
                     loss = model(*batch)[1]
                 except DynamicOutputShapeException:
-                    raise UserError("no plan for this method: what it computes depends on a row's tokens") from None
+                    raise UserError('no plan for this method: its computation depends on the tokens') from None
             # inside the head, which it does not see: logits, their gradient, and in half precision a copy of each
             decoded = batch[1].numel() * model.row_lengths()[1] // config.block_size
             chunk = chunks(decoded, config.vocab_size)[0].stop
@@ -105,16 +105,17 @@ def make_plan(method_name, method, model_settings, settings):
     checkpoint = 4 * n + 8 * trained
     save = checkpoint / DISK
     lines = [
-        f'{method_name}: {n:,} parameters, {trained:,} of them trained; {gpus} GPUs of {settings["gpu_memory"]:g} GB',
+        f'{method_name}: {n:,} parameters, {trained:,} of them trained; {gpus} GPUs of '
+        f'{settings["gpu_memory"]:g} GB',
         f'memory of each GPU at {rows} rows of {config.row_size} positions, GB:',
         *(f'  {name:24s} {size / 1e9:7.2f}' for name, size in
           [*fixed.items(), ('activations, logits, copies', activations), ('together', total)]),
-        f'largest batch_size that fits: {most}' + ('' if most else ': not even one row does; checkpoint_blocks and '
-                                                   'shard_optimizer take less, as do more or larger GPUs'),
-        f'disk: {checkpoint / 1e9:.1f} GB for ckpt.pt, {4 * n / 1e9:.1f} GB for best.pt; a save takes about {save:.0f} s'
-        + (f', more than the {KILLED_AFTER} s that torchrun leaves after a signal' if save > KILLED_AFTER else ''),
-        f'{steps:,} steps{why}, {tokens / 1e9:.3g}B tokens, {flops:.2e} FLOPs; hours at {UTILISATION:.0%} of the peak: '
-        + ', '.join(f'{name} {h:,.1f}' for name, h in hours.items()),
+        f'largest batch_size that fits: {most}'
+        + ('' if most else ': not even one row does; checkpoint_blocks and shard_optimizer take less'),
+        f'disk: {checkpoint / 1e9:.1f} GB for ckpt.pt, {4 * n / 1e9:.1f} GB for best.pt; a save takes about '
+        f'{save:.0f} s, of the {KILLED_AFTER} s that torchrun leaves after a signal',
+        f'{steps:,} steps{why}, {tokens / 1e9:.3g}B tokens, {flops:.2e} FLOPs; hours at {UTILISATION:.0%} of the '
+        'peak: ' + ', '.join(f'{name} {h:,.1f}' for name, h in hours.items()),
         f'attention: {kernel(method_name, config, settings)}',
         'not checked: the GPU\'s own kernels and their workspaces, the network, data, speed']
     return '\n'.join(lines)

@@ -15,15 +15,17 @@ from data.bpe import published_spec
 BLOCK_SIZE = 1024  # at most, unless set: a row's memory and time grow with it, and published models reach far
 ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu', 'silu': 'silu'}
 # settings that must be off or absent, since the core has no such thing
-OFF = ('quantization_config', 'attention_bias', 'mlp_bias', 'add_cross_attention', 'scale_attn_by_inverse_layer_idx',
-       'reorder_and_upcast_attn', 'attn_logit_softcapping', 'final_logit_softcapping', 'use_bidirectional_attention')
+OFF = ('quantization_config', 'attention_bias', 'mlp_bias', 'add_cross_attention',
+       'scale_attn_by_inverse_layer_idx', 'reorder_and_upcast_attn', 'attn_logit_softcapping',
+       'final_logit_softcapping', 'use_bidirectional_attention')
 
 
 # --- settings: config.json -> those of GPTConfig ---
 
 def gpt2(c):
     return dict(n_layer=c['n_layer'], n_head=c['n_head'], n_embd=c['n_embd'], n_hidden=c.get('n_inner') or 0,
-                bias=True, learned_positions=True, activation=ACTIVATIONS[c.get('activation_function', 'gelu_new')],
+                bias=True, learned_positions=True,
+                activation=ACTIVATIONS[c.get('activation_function', 'gelu_new')],
                 norm_eps=c.get('layer_norm_epsilon', 1e-5), tie_weights=c.get('tie_word_embeddings', True),
                 block_size=c['n_positions'], vocab_size=c['vocab_size'])
 
@@ -31,10 +33,10 @@ def gpt2(c):
 def llama(c):
     base, frequencies = rotary(c, c.get('rope_parameters') or c.get('rope_scaling') or {})
     return dict(n_layer=c['num_hidden_layers'], n_head=c['num_attention_heads'], n_embd=c['hidden_size'],
-                n_hidden=c['intermediate_size'], n_kv_head=c.get('num_key_value_heads') or c['num_attention_heads'],
-                head_dim=head_width(c), gated=True, activation=ACTIVATIONS[c.get('hidden_act', 'silu')],
-                rms_norm=True, norm_eps=c.get('rms_norm_eps', 1e-6), tie_weights=c.get('tie_word_embeddings', False),
-                rope_base=base, rope_frequencies=frequencies, vocab_size=c['vocab_size'],
+                n_kv_head=c.get('num_key_value_heads') or c['num_attention_heads'], head_dim=head_width(c),
+                n_hidden=c['intermediate_size'], gated=True, activation=ACTIVATIONS[c.get('hidden_act', 'silu')],
+                rms_norm=True, norm_eps=c.get('rms_norm_eps', 1e-6), rope_base=base, rope_frequencies=frequencies,
+                tie_weights=c.get('tie_word_embeddings', False), vocab_size=c['vocab_size'],
                 block_size=min(c['max_position_embeddings'], BLOCK_SIZE))
 
 
@@ -61,7 +63,8 @@ def gemma3(c):
         raise UserError('rotary scaling of the local layers is not supported')
     types = c.get('layer_types') or [('sliding' if (i + 1) % every else 'full') + '_attention' for i in range(n)]
     if len(types) != n or not {*types} <= {'sliding_attention', 'full_attention'}:
-        raise UserError(f'layer_types = {types}: expected sliding_attention or full_attention for each of {n} layers')
+        raise UserError(f'layer_types = {types}: expected sliding_attention or full_attention for each of {n} '
+                        'layers')
     return {**gemma(c), 'qk_norm': True, 'second_norms': True, 'local_rope_base': local,
             'window': c.get('sliding_window', 4096),
             'local_layers': tuple(i for i in range(n) if types[i] == 'sliding_attention')}
@@ -76,7 +79,7 @@ def rotary(c, scaling):
     D = head_width(c)
     plain = [base ** (-i / D) for i in range(0, D, 2)]
     keep = [0.0] * len(plain)  # the share of a frequency that is not divided by factor
-    if kind == 'llama3':  # all of what turns often within the length of text that was trained first, none of the slow
+    if kind == 'llama3':  # all of what turns often within the length that was trained first, none of the slow
         low, high, length = (scaling[name] for name in ('low_freq_factor', 'high_freq_factor',
                                                         'original_max_position_embeddings'))
         keep = [min(1.0, max(0.0, (length * f / (2 * math.pi) - low) / (high - low))) for f in plain]
@@ -113,7 +116,8 @@ def read_settings(path):
 
 # --- weights ---
 
-NAMES = {'wte': ['embed_tokens'], 'ln_f': ['norm'], 'ln_1': ['input_layernorm'], 'ln_2': ['post_attention_layernorm'],
+NAMES = {'wte': ['embed_tokens'], 'ln_f': ['norm'], 'ln_1': ['input_layernorm'],
+         'ln_2': ['post_attention_layernorm'],
          'attn.c_attn': ['self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj'],
          'attn.c_proj': ['self_attn.o_proj'], 'mlp.c_fc': ['mlp.gate_proj', 'mlp.up_proj'],
          'mlp.c_proj': ['mlp.down_proj'], 'attn.q_norm': ['self_attn.q_norm'], 'attn.k_norm': ['self_attn.k_norm']}
@@ -153,14 +157,14 @@ def open_tensors(folder):
 
 
 def read_weights(folder, family, config, shapes):
-    """The weights of a GPT whose tensors have these {name: shape}. Raises UserError where the files have others."""
-    D = config.head_width
-    rows_of = {'c_attn': [config.n_head * D, config.kv_heads * D, config.kv_heads * D], 'c_fc': 2 * [config.n_hidden]}
+    """The weights of a GPT with these tensors, {name: shape}. Raises UserError where the files have others."""
+    q, kv = (heads * config.head_width for heads in (config.n_head, config.kv_heads))
+    rows_of = {'c_attn': [q, kv, kv], 'c_fc': [config.n_hidden, config.n_hidden]}  # of what we have in one
     where = {}
     tensors = open_tensors(folder)
     skipped = [name for name in tensors if VISION.match(name)]
     if skipped:
-        print(f'{folder}: {len(skipped)} tensors of the vision tower are left out: only the language model is read')
+        print(f'{folder}: {len(skipped)} tensors of the vision tower are left out')
     for name, file in tensors.items():
         short = BEFORE.sub('', name)
         if short in where:
@@ -221,5 +225,6 @@ def read_folder(folder):
                             f'{config.vocab_size}')
         spec['rows'] = config.vocab_size
     size = Tokenizer(spec).vocab_size
-    return {'version': VERSION, 'method': 'gpt', 'model_config': settings, 'model': state, 'step': 0, 'settings': {},
-            'meta': {'kind': 'text', 'tokenizer': spec, 'vocab_size': size}, 'best_val_loss': math.inf}
+    return {'version': VERSION, 'method': 'gpt', 'model_config': settings, 'model': state, 'step': 0,
+            'settings': {}, 'best_val_loss': math.inf,
+            'meta': {'kind': 'text', 'tokenizer': spec, 'vocab_size': size}}

@@ -1,5 +1,5 @@
-# Reasoning in Memory from GPT-2 (124M) on GSM8K-Aug: 6 + 2 epochs, batch 128, constant rate after 4 % warm-up, LoRA of
-# rank 128 (arXiv 2605.30343). First: python data/gsm8k_aug/prepare.py. Baselines: add --train_on=sft or --train_on=cot.
+# Reasoning in Memory from GPT-2 (124M) on GSM8K-Aug (arXiv 2605.30343): 6 + 2 epochs, batch 128, a constant rate
+# after 4 % warm-up, LoRA of rank 128. First: python data/gsm8k_aug/prepare.py. Baselines: --train_on=sft or cot.
 # "chosen" marks what the paper does not state or was not at hand.
 init_from = 'gpt2'
 dataset = 'gsm8k_aug'

@@ -34,8 +34,9 @@ def distinct_texts(name, texts, longest):
 class Tokenizer:
     """Text <-> token ids, of meta.json's 'tokenizer': {'kind': 'char', 'chars': [...]}, {'kind': 'gpt2'}, or a
     published model's {'kind': 'json', 'json': the text of its tokenizer.json, 'begin': [ids before a document],
-    'end': the id after one, 'rows': how many ids the model has}. 'special', if there, names tokens that no text contains. Their ids follow the text's:
-    `special` is {name: id}. Ids below n_text are text; vocab_size counts all. Raises UserError."""
+    'end': the id after one, 'rows': how many ids the model has}. 'special', if there, names tokens that no text
+    contains. Their ids follow the text's: `special` is {name: id}. Ids below n_text are text; vocab_size counts
+    all. Raises UserError."""
 
     def __init__(self, spec):
         kinds = {'char': Characters, 'gpt2': gpt2_tokens, 'json': json_tokens}
@@ -46,7 +47,8 @@ class Tokenizer:
         self.begin = spec.get('begin', [])  # what a document opens with; a row from inside of one does not
         # what ends one, None if nothing does
         self.end = spec.get('end', getattr(self.text, 'end', None))
-        if not isinstance(self.begin, list) or not all(type(i) is int and 0 <= i < self.n_text for i in self.begin):
+        valid = isinstance(self.begin, list) and all(type(i) is int for i in self.begin)
+        if not valid or self.begin and not 0 <= min(self.begin) <= max(self.begin) < self.n_text:
             raise UserError(f'the tokenizer is damaged: begin = {self.begin!r}: expected a list of ids')
         names = distinct_texts('special', spec.get('special', []), 100)
         self.special = {name: self.n_text + i for i, name in enumerate(names)}
@@ -223,9 +225,9 @@ def read_meta(name):
 
 
 def read_with(name, spec, given=True):
-    """(data set, its meta) of a prepared data set as a model reads it that has a tokenizer, `spec`, or None. Records
-    are text, and are encoded when they are read. Plain text is encoded anew, into a folder in its own; this needs
-    the text itself. Raises UserError. given: as in ensure_prepared."""
+    """(data set, its meta) of a prepared data set as a model reads it that has a tokenizer, `spec`, or None.
+    Records are text, and are encoded when they are read. Plain text is encoded anew, into a folder in its own;
+    this needs the text itself. Raises UserError. given: as in ensure_prepared."""
     meta = read_meta(name)
     if spec is None:
         return name, meta
@@ -248,12 +250,12 @@ def read_with(name, spec, given=True):
         pass  # not there, or damaged: it is made now
     source = folder.removesuffix('.data') if folder.endswith('.txt.data') else os.path.join(folder, 'input.txt')
     if not given or not os.path.isfile(source):
-        raise UserError(f'dataset = {name!r} was prepared anew since, or with another tokenizer than the model has: '
-                        + (f'{source}, the text to encode with that, is not there' if given else
+        raise UserError(f'dataset = {name!r} was prepared anew since, or with another tokenizer than the model '
+                        'has: ' + (f'{source}, the text to encode with that, is not there' if given else
                            f'add --dataset={name} to encode its text with that'))
     text = read_text(source)
     if meta.get('sha256') != sha256(text):
-        raise UserError(f'{source} has changed since dataset = {name!r} was prepared: prepare it anew, and start anew')
+        raise UserError(f'{source} has changed since dataset = {name!r} was prepared: prepare it, and start, anew')
     print(f'encoding {source} with the tokenizer of the model', flush=True)
     from data.text import write_text_dataset  # which builds on this file
     write_text_dataset(target, text, spec, os.path.basename(source))

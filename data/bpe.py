@@ -1,4 +1,4 @@
-"""Tokenizers of published models: byte pair encoding (BPE) joins bytes to tokens, the most frequent pairs first."""
+"""Tokenizers of published models: byte pair encoding (BPE) joins bytes to tokens, frequent pairs first."""
 import json
 import math
 import os
@@ -33,8 +33,8 @@ class Tiktoken:
                             'tokenizer') from None
         if ids and max(ids) >= self.n:
             lacking = {self.encoding.decode_single_token_bytes(i) for i in ids if i >= self.n}
-            raise UserError(f'the tokenizer has no {", ".join(map(repr, sorted(lacking)))}: take these bytes out of '
-                            'the text')
+            raise UserError(f'the tokenizer has no {", ".join(map(repr, sorted(lacking)))}: take these bytes out '
+                            'of the text')
         return ids
 
     def decode(self, ids):  # bytes, since a character may be spread over several tokens
@@ -61,7 +61,8 @@ class HuggingFace:
         text = text.encode('utf-8', 'replace').decode()  # half a character, which a command line may hold, is a ?
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         if made := self.special.keys() & {*ids}:  # for what it cannot write, or by a rule of its own
-            raise UserError(f'the tokenizer makes its special token {self.special[min(made)]} of the text {text[:60]!r}')
+            raise UserError(f'the tokenizer makes its special token {self.special[min(made)]} of the text '
+                            f'{text[:60]!r}')
         return ids
 
     def decode(self, ids):
@@ -113,7 +114,7 @@ def pattern_of(pre):
 
 
 def byte_alphabet():
-    """tokenizer.json writes a byte as a printable character: itself, or one from 256 on. Returns {character: byte}."""
+    """{character: byte}: tokenizer.json writes a byte as a printable character, itself or one from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {**{chr(b): b for b in printable}, **{chr(256 + i): b for i, b in enumerate(others)}}
@@ -140,8 +141,8 @@ def as_tiktoken(parsed):
 
 def is_tiktoken(parsed):
     """Whether tiktoken's encoding equals that of a tokenizer.json (parsed), always. tiktoken joins the two
-    neighbours whose union has the lowest id, whatever the list of merges says, and takes a piece that is a token as
-    it is."""
+    neighbours whose union has the lowest id, whatever the list of merges says, and takes a piece that is a token
+    as it is."""
     try:
         model = parsed['model']
         odd = [parsed.get('normalizer'), model.get('dropout'), model.get('byte_fallback'),
@@ -182,7 +183,7 @@ def joined(token, ranks):
 
 
 def published_spec(folder, end):
-    """What data.Tokenizer reads of a published model's folder. end: the id after a document, of its config.json."""
+    """What data.Tokenizer reads of a published model's folder. end: config.json's id after a document."""
     path = os.path.join(folder, 'tokenizer.json')
     parsed = read_json(path)
     if not parsed:

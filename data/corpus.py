@@ -53,8 +53,8 @@ def remote_files(pattern):
     try:
         files = [f'hf://{name}' for name in sorted(hub.HfFileSystem().glob(pattern))]
     except Exception as e:  # many kinds, of the hub and of the network
-        raise UserError(f'{pattern} could not be listed ({type(e).__name__}): without a network, give local files with '
-                        '--input=DIR') from e
+        raise UserError(f'{pattern} could not be listed ({type(e).__name__}): without a network, give local files '
+                        'with --input=DIR') from e
     if not files:
         raise UserError(f'{pattern} names no file on the hub')
     return files
@@ -65,8 +65,8 @@ def documents(files, column, first_file=0, first=0):
     for f in range(first_file, len(files)):
         for n, text in enumerate(texts_of(files[f], column)):
             if not isinstance(text, str):
-                raise UserError(f'{files[f]}, document {n}: its {column} is {type(text).__name__}, not text; the name '
-                                'of the text is set by --column')
+                raise UserError(f'{files[f]}, document {n}: its {column} is {type(text).__name__}, not text; the '
+                                'name of the text is set by --column')
             if (f, n) >= (first_file, first) and text.strip():
                 yield f, n, text
 
@@ -113,7 +113,8 @@ def encoded(files, state, spec, column, processes):
     read = documents(files, column, *state['next'])
     if processes == 1:
         start_process(spec)
-    with (get_context('spawn').Pool(processes, start_process, (spec,)) if processes > 1 else nullcontext()) as pool:
+    several = processes > 1
+    with get_context('spawn').Pool(processes, start_process, (spec,)) if several else nullcontext() as pool:
         while some := list(islice(read, 4 * processes * BATCH)):
             batches = [some[i:i + BATCH] for i in range(0, len(some), BATCH)]
             yield [document for batch in (pool.map if pool else map)(encode, batches) for document in batch]
@@ -121,7 +122,8 @@ def encoded(files, state, spec, column, processes):
 
 # --- writing ---
 
-def write_corpus(folder, files, spec, expected_tokens=None, *, column, processes, val_fraction, seed, shard_tokens):
+def write_corpus(folder, files, spec, expected_tokens=None, *, column, processes, val_fraction, seed,
+                 shard_tokens):
     """Write the shards of train and val, and meta.json. Raises UserError."""
     tokenizer = Tokenizer(spec)
     if tokenizer.end is None:
@@ -165,7 +167,8 @@ def write_corpus(folder, files, spec, expected_tokens=None, *, column, processes
         if not shards:
             raise UserError(f'{folder}: no document fell to {split}: the corpus is small, change val_fraction')
     shards = {split: [name for name, *_ in shards] for split, shards in state['shards'].items()}
-    counts = {split + '_tokens': sum(tokens for _, tokens, _ in shards) for split, shards in state['shards'].items()}
+    counts = {split + '_tokens': sum(tokens for _, tokens, _ in shards)
+              for split, shards in state['shards'].items()}
     crc32 = {name: crc for shards in state['shards'].values() for name, _, crc in shards}
     write_file(os.path.join(folder, 'meta.json'), json.dumps({
         'kind': 'text', 'tokenizer': spec, 'vocab_size': tokenizer.vocab_size, 'dtype': dtype, 'source': files[0],

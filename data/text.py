@@ -71,7 +71,8 @@ class Split:
         self.parts = [read_bin(path, meta, 0 if names else block_size) for path in paths]
         self.ends = np.cumsum([len(part) for part in self.parts])
         if len(self) < block_size + 1:
-            raise UserError(f'{folder}: {len(self)} tokens of {split} are fewer than block_size + 1 = {block_size + 1}')
+            raise UserError(f'{folder}: {len(self)} tokens of {split} are fewer than block_size + 1 = '
+                            f'{block_size + 1}')
 
     def __len__(self):
         return int(self.ends[-1])

@@ -1,7 +1,7 @@
 """C4 (1910.10683), its English part: python data/c4/prepare.py
 
-Streams it from the Hugging Face hub, tokenises it and writes about 320 GB; --input=DIR reads local files instead. After
-an interruption the same command goes on. The settings are those of data/corpus.py.
+Streams it from the Hugging Face hub, tokenises it and writes about 320 GB; --input=DIR reads local files instead.
+After an interruption the same command goes on. The settings are those of data/corpus.py.
 """
 import os
 import sys

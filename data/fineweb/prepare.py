@@ -1,7 +1,7 @@
 """FineWeb (2406.17557), its sample of 10 billion tokens: python data/fineweb/prepare.py
 
-Streams it from the Hugging Face hub, tokenises it and writes about 21 GB; --input=DIR reads local files instead. After
-an interruption the same command goes on. The settings are those of data/corpus.py.
+Streams it from the Hugging Face hub, tokenises it and writes about 21 GB; --input=DIR reads local files instead.
+After an interruption the same command goes on. The settings are those of data/corpus.py.
 """
 import os
 import sys

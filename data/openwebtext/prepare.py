@@ -1,7 +1,7 @@
 """OpenWebText (Gokaslan and Cohen, 2019), web pages that Reddit linked to: python data/openwebtext/prepare.py
 
-Streams it from the Hugging Face hub, tokenises it and writes about 18 GB; --input=DIR reads local files instead. After
-an interruption the same command goes on. The settings are those of data/corpus.py.
+Streams it from the Hugging Face hub, tokenises it and writes about 18 GB; --input=DIR reads local files instead.
+After an interruption the same command goes on. The settings are those of data/corpus.py.
 """
 import os
 import sys

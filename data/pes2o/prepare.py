@@ -1,7 +1,7 @@
 """peS2o (Soldaini and Lo, 2023), scientific papers, version 2: python data/pes2o/prepare.py
 
-Streams it from the Hugging Face hub, tokenises it and writes about 84 GB; --input=DIR reads local files instead. After
-an interruption the same command goes on. The settings are those of data/corpus.py.
+Streams it from the Hugging Face hub, tokenises it and writes about 84 GB; --input=DIR reads local files instead.
+After an interruption the same command goes on. The settings are those of data/corpus.py.
 """
 import os
 import sys
