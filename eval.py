@@ -225,7 +225,7 @@ def right_answers(model, on):
         nll = model.nll(x.flatten(0, 1)[at], targets).view(len(readouts), -1)  # (K, tokens of a read-out)
         found.append(nll[:, -answer:].sum(dim=1))
     found = torch.stack(found).double()  # (n,K)
-    error = found.std(dim=0) / len(found) ** 0.5
+    error = found.std(dim=0, correction=0) / len(found) ** 0.5
     return {'-log P(right answer)': [
         {'blocks': k, 'nats': mean, 'standard error': e}
         for k, (mean, e) in enumerate(zip(found.mean(dim=0).tolist(), error.tolist()), 1 if c.has_blocks else 0)]}

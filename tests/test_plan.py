@@ -8,13 +8,13 @@ from config import UserError, machine
 from config.plan import step_memory
 from conftest import write_text
 
-SIZE = dict(vocab_size=3000, block_size=128, n_layer=4, n_head=4, n_embd=128)
+SIZE = dict(vocab_size=3000, block_size=128, n_layer=2, n_head=4, n_embd=128)
 
 
-@pytest.mark.parametrize('checkpoint_blocks', [False, True])
-@pytest.mark.parametrize('method, settings', [
-    ('gpt', {}), ('thoughtbubbles', dict(fork_layers=(1, 2))), ('thoughtbubbles', dict(fork_layers=(1,), merge='residual')),
-    ('cyb', dict(W=2)), ('cyb', dict(W=2, objective='tbys')), ('rim', {}), ('rim', dict(lora_rank=8))])
+@pytest.mark.parametrize('method, settings, checkpoint_blocks', [
+    ('gpt', {}, False), ('gpt', {}, True), ('thoughtbubbles', dict(fork_layers=(0, 1)), True),
+    ('thoughtbubbles', dict(fork_layers=(1,), merge='residual'), False), ('cyb', dict(W=2), False),
+    ('cyb', dict(W=2, objective='tbys'), True), ('rim', {}, False), ('rim', dict(lora_rank=8), True)])
 def test_the_memory_of_a_step_is_planned_within_a_tenth(method, settings, checkpoint_blocks, monkeypatch):
     monkeypatch.setattr(bench, 'device', 'cpu')
     entry = train.METHODS[method]
@@ -38,7 +38,7 @@ def test_the_memory_of_a_step_is_planned_within_a_tenth(method, settings, checkp
 
 
 def test_a_plan_needs_neither_data_nor_weights(capsys, tmp_path):
-    train.main(['config/tb_772m.py', '--plan=True', '--n_layer=12', '--n_embd=160', f'--out_dir={tmp_path}/x'])
+    train.main(['config/tb_772m.py', '--plan=True', '--n_layer=3', '--fork_layers=1,2', '--n_embd=160', f'--out_dir={tmp_path}/x'])
     said = capsys.readouterr().out
     assert '75,000 steps, 2.46B tokens' in said and 'causal: the flash kernel' in said
     assert 'largest batch_size that fits: ' in said and not (tmp_path / 'x').exists()

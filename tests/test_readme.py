@@ -95,7 +95,8 @@ def run(tmp_path, monkeypatch):
                 tiny['stage2_iters'] = 2
         elif script == 'train.py':
             tiny['block_size'] = 16
-            tiny['n_layer'] = 12 if settings['plan'] else 3
+            if settings['plan']:
+                tiny['fork_layers'] = '1,2'
         if settings.get('dataset') in ('shakespeare_char', 'gsm_toy') and settings.get('init_from') != 'resume':
             tiny['dataset'] = tmp_path / settings['dataset']
         for name, value in settings.items():  # paths of the repository are paths of tmp_path here
