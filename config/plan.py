@@ -91,7 +91,7 @@ def make_plan(method_name, method, model_settings, settings):
     rows = settings['batch_size']
     n, trained, peak = step_memory(method, config, rows, settings)
     more = 2 * rows  # what a row takes is the difference
-    per_row = (step_memory(method, config, more, settings)[2] - peak) / rows
+    per_row = max(1, step_memory(method, config, more, settings)[2] - peak) / rows
     activations = peak - 4 * n - 8 * trained
     fixed = {'weights': 4 * n, 'gradients': 4 * trained,
              'AdamW': 8 * trained / (gpus if settings['shard_optimizer'] else 1)}
@@ -101,7 +101,7 @@ def make_plan(method_name, method, model_settings, settings):
     tokens = steps * rows * settings['grad_accum'] * config.block_size
     with torch.device('meta'):
         flops = tokens * flops_per_token(method[1](config))
-    hours = {name: flops / (gpus * peak * UTILISATION) / 3600 for name, peak in PEAK_FLOPS.items()}
+    hours = {name: flops / (gpus * rate * UTILISATION) / 3600 for name, rate in PEAK_FLOPS.items()}
     checkpoint = 4 * n + 8 * trained
     save = checkpoint / DISK
     lines = [
@@ -116,14 +116,14 @@ def make_plan(method_name, method, model_settings, settings):
         f'{save:.0f} s, of the {KILLED_AFTER} s that torchrun leaves after a signal',
         f'{steps:,} steps{why}, {tokens / 1e9:.3g}B tokens, {flops:.2e} FLOPs; hours at {UTILISATION:.0%} of the '
         'peak: ' + ', '.join(f'{name} {h:,.1f}' for name, h in hours.items()),
-        f'attention: {kernel(method_name, config, settings)}',
+        f'attention: {kernel(config, settings)}',
         'not checked: the GPU\'s own kernels and their workspaces, the network, data, speed']
     return '\n'.join(lines)
 
 
 def what_runs(method, model_settings, settings):
     """(model's configuration, steps, a remark on them), from the data set if it is prepared, else as stated."""
-    config_class, _, batch_class = method
+    config_class = method[0]
     meta = None
     with suppress(UserError):
         meta = data.read_meta(settings['dataset'])
@@ -141,10 +141,11 @@ def what_runs(method, model_settings, settings):
     return config, last.first + last.iters, why
 
 
-def kernel(method, config, settings):
+def kernel(config, settings):
     """Which fused kernel attention can take on a GPU."""
     if settings['dtype'] == 'float32':
         return 'float32: the memory-efficient kernel'
-    masked = method in ('rim', 'coconut') or not getattr(config, 'see_pauses', True)
+    has_blocks = getattr(config, 'layout', (0, 0))[0] > 0
+    masked = has_blocks or not getattr(config, 'see_pauses', True)
     masked = masked or bool(config.local_layers and config.window < config.row_size)
     return 'a mask: the memory-efficient or the cuDNN kernel' if masked else 'causal: the flash kernel'

@@ -18,7 +18,7 @@ activation = 'silu'
 gated = True
 rms_norm = True
 rope_base = 500000.0
-rope_frequencies = _rotary({'head_dim': head_dim, 'rope_theta': rope_base}, {
-    'rope_type': 'llama3', 'factor': 32.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
-    'original_max_position_embeddings': 8192})[1]
+_SCALING = {'rope_type': 'llama3', 'factor': 32.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+            'original_max_position_embeddings': 8192}
+rope_frequencies = _rotary({'head_dim': head_dim, 'rope_theta': rope_base}, _SCALING)[1]
 checkpoint_blocks = True

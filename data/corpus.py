@@ -88,7 +88,7 @@ def texts_of(file, column):
     else:
         try:
             with (gzip.open if file.endswith('.gz') else open)(file, 'rt', encoding='utf-8') as lines:
-                for n, line in enumerate(lines, 1):
+                for line in lines:
                     row = json.loads(line)
                     yield row.get(column) if isinstance(row, dict) else None
         except (OSError, ValueError, EOFError) as e:
@@ -204,7 +204,7 @@ def check_disk(folder, files, expected_tokens, done, size):
 def cut_back(folder, state, size):
     """Files as long as progress.json says: what a crash left behind it is written again."""
     known = {name: tokens * size for shards in state['shards'].values() for name, tokens, _ in shards}
-    for path in glob(os.path.join(escape(folder), '*.bin')):
+    for path in glob(os.path.join(escape(folder), '*_[0-9][0-9][0-9][0-9][0-9].bin')):
         if os.path.basename(path) not in known:
             os.remove(path)
     for name, length in known.items():
