@@ -15,7 +15,7 @@ import data
 import eval as evaluation
 import model as core
 import sample
-from config import UserError
+from config import UserError, measures
 from config.checkpoint import load_checkpoint, save_checkpoint
 from cyb import CYB, CYBConfig
 from data.text import TextBatches, write_text_dataset
@@ -73,7 +73,7 @@ def test_prefixes_are_scored_one_by_one(numbers):
 def on_rows(rows=(), slow=()):
     """What a measure of text is computed on; a token's text is its id."""
     batches = SimpleNamespace(tokenizer=SimpleNamespace(decode=str))
-    return evaluation.On(list(rows), list(slow), batches, {}, 8, 0, 4)
+    return measures.On(list(rows), list(slow), batches, {}, 8, 0, 4)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def three_slots(numbers, monkeypatch):
     """What eval.py says of a model of three slots, and what it should be made of, per token and slot (N,3): t, d,
     what the next slot gains, whether the likeliest token is right, Pr(the output happens there)."""
     monkeypatch.setattr(core, 'chunks', lambda N, V: [slice(i, min(i + 50, N)) for i in range(0, N, 50)])
-    monkeypatch.setattr(evaluation, 'NAMED', 3)
+    monkeypatch.setattr(measures, 'NAMED', 3)
     got, model, idx, targets = numbers(method='cyb', W=3, omega='uniform')
     with torch.no_grad():
         x = model.every_slot(idx)
@@ -168,12 +168,12 @@ def test_a_relation_within_slots_does_not_hide_behind_that_of_their_means(monkey
     # in each slot more where d is more, yet more in the slot where d is low
     gain = torch.stack((0.1 + spread, 0.4 + spread), dim=1)
     log_t = torch.cat((torch.full((500, 1), 0.1), 0.1 + gain.cumsum(1)), dim=1).log()
-    monkeypatch.setattr(evaluation, 'slot_numbers', lambda *batch: (log_t, -torch.logit(d), log_t < 0))
+    monkeypatch.setattr(measures, 'slot_numbers', lambda *batch: (log_t, -torch.logit(d), log_t < 0))
     model = CYB(CYBConfig(vocab_size=3, W=3))
-    got = evaluation.slots(model, on_rows([(torch.zeros(500, 1, dtype=torch.long), torch.zeros(500, 1))]))
+    got = measures.slots(model, on_rows([(torch.zeros(500, 1, dtype=torch.long), torch.zeros(500, 1))]))
     assert [row['r(d, gain)'] for row in got['slots'][:2]] == pytest.approx([1, 1])
     assert got['r(d, gain) within slots'] == pytest.approx(1)
-    assert evaluation.correlation(d[:, :2].flatten(), gain.flatten())[0] < -0.9
+    assert measures.correlation(d[:, :2].flatten(), gain.flatten())[0] < -0.9
     assert got['calibration of slot 1'][0]["P(don't know)"] > 0.7
     assert got['calibration of slot 2'][-1]["P(don't know)"] < 0.3
 
@@ -183,7 +183,7 @@ def test_what_skipping_costs_is_the_loss_of_the_slots_that_answer(numbers):
     _, model, idx, targets = numbers(method='cyb', W=3)
     model.dont_know.bias += 4  # so that it pauses
     model.dont_know.weight *= 20
-    got = evaluation.skipping(model, on_rows(slow=[(idx[:4], targets[:4]), (idx[4:], targets[4:])]))
+    got = measures.skipping(model, on_rows(slow=[(idx[:4], targets[:4]), (idx[4:], targets[4:])]))
     x = model.every_slot(idx)
     z, k = model.logits(x), model.dont_know_logit(model.ln_f(x))
     know = k <= z.logsumexp(-1)  # d <= 1/2
@@ -252,10 +252,10 @@ def test_no_script_is_run_for_a_data_set_that_a_checkpoint_names(run, dataset, t
 def test_p_is_how_often_shuffled_numbers_correlate_as_much():
     x = torch.randn(400, dtype=torch.double)
     y = 0.05 * x + torch.randn(400, dtype=torch.double)
-    r, p = evaluation.correlation(x, y)
-    drawn = [abs(evaluation.correlation(x[torch.randperm(400)], y)[0]) >= abs(r) for _ in range(4000)]
+    r, p = measures.correlation(x, y)
+    drawn = [abs(measures.correlation(x[torch.randperm(400)], y)[0]) >= abs(r) for _ in range(4000)]
     assert p == pytest.approx(sum(drawn) / 4000, abs=0.02) and 0.1 < p < 0.9
-    assert evaluation.correlation(torch.ones(9), y[:9]) == (None, None)
+    assert measures.correlation(torch.ones(9), y[:9]) == (None, None)
 
 
 def test_wrong_inputs_are_named(run, dataset, tmp_path):

@@ -18,7 +18,7 @@ import reference
 import rim
 import sample
 import train
-from config import UserError
+from config import UserError, measures
 from config.checkpoint import load_checkpoint
 from conftest import read_log, write_records, write_text
 from data import records
@@ -530,8 +530,8 @@ def test_time_to_the_answers_first_token_counts_written_steps(dataset, monkeypat
     for said, first in [((3, newline, 4, newline, 5, 6, end), 5), ((3, newline, 5, 6, newline, newline, end), 3),
                         ((5, end), 1), ((newline, newline), 1), ((end,), 1)]:
         ticks = iter(range(100))
-        monkeypatch.setattr(evaluation.time, 'perf_counter', lambda: next(ticks))
-        assert evaluation.time_answer(model, tokenizer, '1+1?', 0) == (first, len(said))
+        monkeypatch.setattr(measures.time, 'perf_counter', lambda: next(ticks))
+        assert measures.time_answer(model, tokenizer, '1+1?', 0) == (first, len(said))
 
 
 def test_the_report_shows_each_block_with_its_probability(rim_run, capsys):
@@ -614,7 +614,7 @@ def test_sampling_and_evaluation(rim_run, dataset, tmp_path, capsys, kind):
 
 
 def measured_on(source, n_rows):
-    return evaluation.On([], [], source, {}, n_rows, 0, 5)
+    return measures.On([], [], source, {}, n_rows, 0, 5)
 
 
 def test_numbers_of_answers(dataset, monkeypatch, capsys):
@@ -625,7 +625,7 @@ def test_numbers_of_answers(dataset, monkeypatch, capsys):
         calls.append((ask.keywords, batch_size))
         return (drawn if 'samples' in ask.keywords else right[:, :ask.keywords['n_blocks']]).numpy()
     monkeypatch.setattr(records, 'score', score)
-    got = evaluation.answers(tiny(vocab_size=source.config.vocab_size, n_blocks=2), on)
+    got = measures.answers(tiny(vocab_size=source.config.vocab_size, n_blocks=2), on)
     assert calls == [(dict(n_mem=0, n_blocks=4, every_block=True), 5),
                      (dict(n_mem=0, samples=8, temperature=1.0), 5)]
     n_steps = [len(record.steps) for record in source.data.test_records(10)]
@@ -641,7 +641,7 @@ def test_numbers_of_answers(dataset, monkeypatch, capsys):
     longest = max(len(record.question) + 1 for record in source.data.test_records(10))
     # 8 for the answer
     short = tiny(vocab_size=source.config.vocab_size, n_blocks=2, block_size=longest + 3 * 4 + 8)
-    assert len(evaluation.answers(short, on)['accuracy by blocks']) == calls[2][0]['n_blocks'] == 3
+    assert len(measures.answers(short, on)['accuracy by blocks']) == calls[2][0]['n_blocks'] == 3
     assert f'block_size = {longest + 20} has room for 3 blocks, not for 4' in capsys.readouterr().out
 
 
@@ -691,7 +691,7 @@ def test_one_question(rim_run, tmp_path):
 @torch.no_grad()
 def test_block_states_in_the_plane_of_their_principal_components(dataset):
     model, source = tiny(vocab_size=batches(dataset).config.vocab_size).eval(), batches(dataset)
-    got = evaluation.block_states(model, measured_on(source, 100))
+    got = measures.block_states(model, measured_on(source, 100))
     states = []  # of one question at a time
     for k in range(3):
         for record in source.data.test_records(100):
