@@ -669,7 +669,7 @@ def test_models_side_by_side(rim_run, dataset, tmp_path, monkeypatch):
     def time_answer(model, tokenizer, question, n_mem):
         asked.append((getattr(model.config, 'train_on', 'coconut'), question))
         return len(asked) * 1e-3, 0.1
-    monkeypatch.setattr(evaluation, 'time_answer', time_answer)
+    monkeypatch.setattr(measures, 'time_answer', time_answer)
     evaluation.main([f'--out_dir={tmp_path}/rim', f'--beside={",".join(other)}', '--eval_rows=3', '--device=cpu'])
     with open(tmp_path / 'rim' / 'eval.json', encoding='utf-8') as f:
         table = json.load(f)['times']
