@@ -80,20 +80,24 @@ def stop_log_probs(gap, omega):
     tiny = torch.finfo(gap.dtype).tiny
     n = max(i + 1 for i, w in enumerate(omega) if w > tiny)  # the world lets nobody past slot n
     reached = F.pad(log_d[..., :n - 1].cumsum(dim=-1), (1, 0))  # log prod_{j<i} d_j
-    remaining = [math.fsum(omega[i:]) for i in range(n)]  # R_i: the world has not stopped before slot i
-    log_remaining = gap.new_tensor(remaining).log()
-    log_omega = gap.new_tensor(omega).log()
-    stops = torch.logaddexp(log_remaining[:-1] + log_answer[..., :n - 1], log_omega[:n - 1] + log_d[..., :n - 1])
-    stops = torch.cat((stops, log_remaining[-1].expand_as(gap[..., :1])), dim=-1)  # slot n ends it: omega_n
-    return F.pad(reached + stops, (0, len(omega) - n), value=-math.inf)
+    stops = []
+    for i in range(n - 1):  # numbers, not tensors of them: copying one to a GPU waits for it
+        remaining = math.fsum(omega[i:])  # R_i: the world has not stopped before slot i
+        stop = math.log(remaining) + log_answer[..., i]
+        if omega[i]:
+            stop = torch.logaddexp(stop, math.log(omega[i]) + log_d[..., i])
+        stops.append(stop)
+    stops.append(torch.full_like(gap[..., 0], math.log(math.fsum(omega[n - 1:]))))  # slot n ends it: omega_n
+    return F.pad(reached + torch.stack(stops, dim=-1), (0, len(omega) - n), value=-math.inf)
 
 
 def cyb_loss(target_logit, dont_know, lse, omega, gamma):
     """-log sum_i Pr(S=i) gamma_i t_i in nats, (...), where t_i = exp(target_logit - lse) is the target's
     probability given that slot i answers. target_logit, dont_know, lse = logsumexp(z): (..., W). omega, gamma: W
     numbers."""
-    log_t = target_logit - lse
-    return -torch.logsumexp(stop_log_probs(lse - dont_know, omega) + lse.new_tensor(gamma).log() + log_t, dim=-1)
+    log_p = stop_log_probs(lse - dont_know, omega) + target_logit - lse
+    log_p = torch.stack([math.log(g) + slot for g, slot in zip(gamma, log_p.unbind(dim=-1))], dim=-1)
+    return -torch.logsumexp(log_p, dim=-1)
 
 
 class CYB(GPT):

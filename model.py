@@ -125,16 +125,15 @@ class GPTConfig:
 # --- attention ---
 
 def rotate(x, rope):
-    """Rotary embedding (2104.09864): turn each pair (x1, x2) of x (B,H,S,D) by its position's angle."""
-    cos, sin = rope  # each (B or 1, 1, S, D/2), float32: bfloat16 angles would blur positions
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).to(x.dtype)
+    """Rotary embedding (2104.09864): turn each pair (x_i, x_{i+D/2}) of x (B,H,S,D) by its position's angle."""
+    cos, sin = rope  # each (B or 1, 1, S, D), float32: bfloat16 angles would blur positions
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin).to(x.dtype)
 
 
 def causal_mask(queries, keys, pad=None, device=None):
     """Which keys each of the last `queries` positions sees: bool (B or 1, 1, queries, keys), True = attend.
-    pad: bool (B, keys), True = padding. None where attention needs no mask tensor: for a whole unpadded row
-    (fused kernel) and for a single unpadded query (sees all)."""
+    pad: bool (B, keys), True = padding. None where attention needs no mask: for a whole unpadded row (fused
+    kernel) and a single unpadded query (sees all)."""
     if pad is None and queries in (1, keys):
         return None
     key = torch.arange(keys, device=device if pad is None else pad.device)
@@ -151,9 +150,10 @@ def text_start(pad):
 
 
 class KVCache:
-    """A layer's keys (rotated) and values: room for `capacity` positions, `length` of them filled."""
+    """A layer's keys (rotated) and values: room for `capacity` positions, `length` of them filled. Capacity 0:
+    copied at every step, so that gradients flow through it."""
 
-    def __init__(self, capacity):
+    def __init__(self, capacity=0):
         self.capacity = capacity
         self.length = 0
 
@@ -164,25 +164,18 @@ class KVCache:
 
     def append(self, k, v):
         """Add k, v (B,H,n,D); return all so far, (B,H,length,D) each."""
-        if self.length == 0:
+        past, self.length = self.length, self.length + k.size(2)
+        if not self.capacity:
+            self.k = torch.cat((self.k, k), dim=2) if past else k
+            self.v = torch.cat((self.v, v), dim=2) if past else v
+            return self.k, self.v
+        if past == 0:
             B, H, _, D = k.shape
             self.k = k.new_empty(B, H, self.capacity, D)
             self.v = v.new_empty(B, H, self.capacity, D)
-        new = slice(self.length, self.length + k.size(2))
-        self.k[:, :, new] = k
-        self.v[:, :, new] = v
-        self.length = new.stop
+        self.k[:, :, past:self.length] = k
+        self.v[:, :, past:self.length] = v
         return self.k[:, :, :self.length], self.v[:, :, :self.length]
-
-
-class GrowingCache(KVCache):
-    """A cache that gradients flow through: copied at every step, where KVCache writes in place."""
-
-    def append(self, k, v):
-        self.k = torch.cat((self.k, k), dim=2) if self.length else k
-        self.v = torch.cat((self.v, v), dim=2) if self.length else v
-        self.length = self.k.size(2)
-        return self.k, self.v
 
 
 class RMSNorm(nn.RMSNorm):
@@ -203,7 +196,6 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         D = config.head_width
         self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k, v
-        self.dropout = config.dropout
         self.score_unit = 1.0  # of log_p beside q.k
         self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * D, bias=config.bias)
         self.c_proj = nn.Linear(config.n_head * D, config.n_embd, bias=config.bias)
@@ -222,21 +214,23 @@ class CausalSelfAttention(nn.Module):
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if log_p is not None:
-            # the score rides in one more channel, q.1 * k.log_p: a bias would be (B,H,S,S) and would
-            # rule out the fused causal kernel. v grows along because the kernel wants equal widths
+            # the score rides in one more channel, q.1 * k.log_p: a bias would be (B,H,S,S) and rule out the fused
+            # causal kernel, which wants equal widths, on CUDA multiples of 8: v grows along
+            more = 8 - D % 8 if x.is_cuda else 1
             v = v * log_p.exp()[:, None, :, None].to(v.dtype)
-            channel = log_p[:, None, :, None].expand(B, k.size(1), S, 1).to(k.dtype)
-            q = F.pad(q, (0, 1), value=self.score_unit)
-            k = torch.cat((k, channel), dim=-1)
-            v = F.pad(v, (0, 1))
+            channel = F.pad(log_p[:, None, :, None], (0, more - 1)).expand(B, k.size(1), S, more)
+            q = F.pad(q, (0, more), value=self.score_unit)
+            k = torch.cat((k, channel.to(k.dtype)), dim=-1)
+            v = F.pad(v, (0, more))
         if cache is not None:
             k, v = cache.append(k, v)
         if mask is None:
             mask = causal_mask(S, k.size(2), device=x.device)
         if q.is_cuda and mask is not None:  # the kernel that takes a mask there wants equally many heads
             k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and S == k.size(2),
-                                           dropout_p=self.dropout if self.training else 0.0, scale=D ** -0.5,
+        causal = mask is None and (cache is None or S > 1)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal,
+                                           dropout_p=self.resid_dropout.p if self.training else 0.0, scale=D ** -0.5,
                                            enable_gqa=q.size(1) > k.size(1))
         return self.resid_dropout(self.c_proj(y[..., :D].transpose(1, 2).reshape(B, S, -1)))
 
@@ -282,8 +276,8 @@ class Block(nn.Module):
 
 
 # --- the head where targets are known: only a chunk of the N*V logits exists at any time ---
-# Two numbers per position serve every loss here. torch.compile does not look into these operators: it would unroll
-# the loop, anew for each length.
+# Two numbers per position serve every loss. torch.compile does not look into these operators: it would unroll the
+# loop, anew for each length.
 
 def chunks(N, V):
     """Slices of N positions with 4M logits each, but at least 256 positions: small products are slow."""
@@ -386,6 +380,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.embedding_scale = config.n_embd ** 0.5 if config.scale_embedding else 1.0
         self.wpe = nn.Embedding(config.row_size, config.n_embd) if config.learned_positions else None
+        self.register_buffer('frequencies', torch.tensor(config.rope_frequencies), persistent=False)
         self.drop = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(self.block_class(config) for _ in range(config.n_layer))
         self.ln_f = norm(config, config.n_embd)
@@ -409,7 +404,7 @@ class GPT(nn.Module):
     # --- forward ---
 
     def rope(self, positions, local=False):
-        """Rotary cos and sin, (B or 1, 1, S, D/2) each, of float positions (B or 1, S); None with learned ones."""
+        """rotate's cos and sin, (B or 1, 1, S, D) each, of float positions (B or 1, S); None with learned ones."""
         if self.wpe is not None:
             return None
         c = self.config
@@ -417,9 +412,10 @@ class GPT(nn.Module):
         exponent = torch.arange(0, c.head_width, 2, device=positions.device, dtype=dtype) / c.head_width
         frequency = (c.local_rope_base if local else c.rope_base) ** -exponent
         if c.rope_frequencies and not local:
-            frequency = frequency.new_tensor(c.rope_frequencies)
+            frequency = self.frequencies
         angles = positions.to(dtype)[:, None, :, None] * frequency
-        return angles.cos(), angles.sin()
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def token_index(self, positions):
         """Positions (B or 1, S) -> the index of each one's token: a window counts tokens."""
@@ -523,8 +519,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None,
                  use_cache=True, n_text=None):
-        """Continue prompts, lists of token ids; yield after each step a list with every row's new token, None from
-        a row's stop_token on.
+        """Continue prompts, lists of token ids; yield after each step a list of each row's new token, None from its
+        stop_token on.
 
         temperature 0 takes the likeliest token; top_k > 0 and top_p < 1 drop the unlikely ones; ids from n_text
         on, which the tokenizer lacks, are never drawn. A text that outgrows block_size slides on, see
@@ -578,8 +574,7 @@ class GPT(nn.Module):
         """What a finished run shows, as text: here a sample."""
         tokenizer = batches.tokenizer
         prompt = tokenizer.begin + tokenizer.encode(tokenizer.start_text())
-        end = {'n_text': tokenizer.n_text, 'stop_token': tokenizer.end}
-        new = self.complete([prompt], 200, temperature=0.8, **end)[0]
+        new = self.complete([prompt], 200, temperature=0.8, n_text=tokenizer.n_text, stop_token=tokenizer.end)[0]
         return 'a sample at temperature 0.8:\n' + tokenizer.decode(new)
 
     # --- training ---
@@ -588,8 +583,6 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Dropout):
                 module.p = p
-            elif isinstance(module, CausalSelfAttention):
-                module.dropout = p
 
     def param_groups(self, weight_decay):
         """Matrices and embeddings decay; gains, biases and single vectors do not."""

@@ -21,7 +21,7 @@ from config.checkpoint import OWN_ROWS, merge_adapters
 from config.lora import OwnRows
 from data import records
 from data.records import MEMORY, QUESTION, READOUT, Row
-from model import (GPT, GPTConfig, GrowingCache, KVCache, Stage, causal_mask, eval_mode, left_pad,
+from model import (GPT, GPTConfig, KVCache, Stage, causal_mask, eval_mode, left_pad,
                    sample_token, text_start)
 
 # --- rows ---
@@ -172,7 +172,7 @@ class RiMConfig(MemoryConfig):
 
 # --- the model ---
 
-class RiM(OwnRows, GPT):  # rows of their own: with LoRA the special tokens are trained beside the adapters
+class RiM(OwnRows, GPT):  # with LoRA the special tokens are trained beside the adapters
     def __init__(self, config):
         super().__init__(config)
         self.special = records.special_ids(config.vocab_size)
@@ -245,7 +245,7 @@ class RiM(OwnRows, GPT):  # rows of their own: with LoRA the special tokens are 
             if not goes_on.any():
                 return
             pad = None if pad is None else F.pad(pad, (0, 1))
-            at = position.clamp(max=last)[:, None]  # rows that have ended are fed as well, their output unused
+            at = position.clamp(max=last)[:, None]  # rows that have ended are fed as well
             x = self.trunk(token[:, None], at, pad=pad, cache=cache)[:, -1]
             position = position + 1
 
@@ -373,6 +373,8 @@ class CoconutConfig(MemoryConfig):
 
 
 class Coconut(RiM):
+    not_compiled = 'each thought reads a longer cache'
+
     def trunk(self, idx, positions=None, mask=None, pad=None, cache=None):
         """As GPT.trunk, but in place of a <m> the model reads its last hidden state at the token before: one
         pass per thought, with gradients through all. The <m> of all rows must stand in the same columns."""
@@ -385,7 +387,7 @@ class Coconut(RiM):
             positions = (torch.arange(S, device=idx.device) - text_start(pad)).clamp(min=0)
         if mask is None:
             mask = causal_mask(S, S, pad)
-        cache = cache or [GrowingCache(0) for _ in self.layers]
+        cache = cache or [KVCache() for _ in self.layers]
         edges = [0, *thoughts, thoughts[-1] + 1, S]
         outputs = []
         for first, last in zip(edges, edges[1:]):

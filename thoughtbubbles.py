@@ -129,7 +129,8 @@ class Fork(nn.Module):
         """x (B,S,C), log_p and src (B,S) -> the same for the streams that go on."""
         with torch.autocast(x.device.type, enabled=False):  # float32: scores multiply over layers and decide ties
             scores = self.score(self.ln(x.to(self.score.weight.dtype)))  # (B,S,2)
-        scores = scores + scores.new_tensor([self.config.fork_bias, self.config.keep_bias])
+        scores[..., 0] += self.config.fork_bias
+        scores[..., 1] += self.config.keep_bias
         parent, is_fork, log_p = select(log_p, src, scores, limit, self.config.random_forks)
         x = x.gather(1, parent[..., None].expand(-1, -1, x.size(2)))
         return x + is_fork[..., None] * self.embedding, log_p, src.gather(1, parent)

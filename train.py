@@ -188,9 +188,11 @@ def main(argv):
     optimizer = make_optimizer(raw_model, run.ddp and shard_optimizer)
     scaler = torch.amp.GradScaler(run.device_type, enabled=run.dtype == 'float16')
     run.load_optimizer(optimizer, scaler, stage)
-    model = torch.compile(raw_model) if run.compile else raw_model
+    model = raw_model
     if run.ddp:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy of the gradients
+        model = exchange = DistributedDataParallel(model, gradient_as_bucket_view=True)  # gradients exist once
+    if run.compile:  # around DDP: the graph is cut at its buckets, and one is sent while the next is computed
+        model = torch.compile(model)
     finished = stop_wanted = False
 
     def save(name, weights_only=False):
@@ -202,9 +204,15 @@ def main(argv):
             state.update(optimizer=optimizer.state_dict() if run.is_main else None, scaler=scaler.state_dict())
         return run.save(name, state)
 
+    def fetch(step, micro):
+        """A micro-batch, on its way to the device."""
+        rows = list(range(micro * batch_size, (micro + 1) * batch_size))
+        return machine.send(batches.train_batch(stage_at(stages, step), step, rows), run.device)
+
     # --- the loop ---
     run.begin(raw_model, meta, it, stages, batches.epoch_iters, best_val_loss)
     model.train()
+    batch = fetch(it, run.rank) if it < total_iters else None
     while True:
         # once in a while: save, then evaluate on the same rows as always
         if it % eval_interval == 0 or it >= total_iters:
@@ -235,17 +243,18 @@ def main(argv):
         step_loss = torch.zeros(1, device=run.device)
         tokens = 0
         for micro in range(run.rank, grad_accum, run.world):
-            rows = list(range(micro * batch_size, (micro + 1) * batch_size))
-            batch = [t.to(run.device) for t in batches.train_batch(stage, it, rows)]
             tokens += batch[0].numel() * run.world
             # dropout depends on (seed, step, micro-batch) alone: the same on many processes and after a resume
             torch.manual_seed(((seed * 1_000_003 + it) * 1_000_003 + micro) % 2 ** 63)
             if run.ddp:  # gradients are exchanged once per step; must be set before the forward pass
-                model.require_backward_grad_sync = micro + run.world >= grad_accum
+                exchange.require_backward_grad_sync = micro + run.world >= grad_accum
             with run.autocast():
                 loss = model(*batch)[1]
             scaler.scale(loss * run.world / grad_accum).backward()  # DDP averages over processes, hence * world
             step_loss += loss.detach() / grad_accum
+            # read the next one while the GPU computes
+            following = (it, micro + run.world) if micro + run.world < grad_accum else (it + 1, run.rank)
+            batch = fetch(*following) if following[0] < total_iters else None
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
         status = torch.cat((step_loss, step_loss.new_tensor([float(bool(run.signals))])))
@@ -293,7 +302,7 @@ def main(argv):
         run.say(f'stopped by a signal after step {it}; go on with the same command and --init_from=resume')
     # DDP's reducer must not be the last to hold the group: it would wait for gloo's thread while it holds Python's
     # lock, which that thread may need to free the tensor of the last all_reduce
-    model = None
+    model = exchange = None
     run.close()
 
 

@@ -53,14 +53,19 @@ def choose_dtype(name, device):
     return ('bfloat16', 'the GPU has it') if bf16 else ('float16', 'the GPU has no bfloat16')
 
 
-def choose_compile(name, device):
-    """(use torch.compile, reason). Raises UserError if it is wanted and cannot work."""
+def choose_compile(name, device, never=''):
+    """(use torch.compile, reason); never: why this method cannot be compiled. Raises UserError if it is wanted and
+    cannot work."""
     check_choice({'compile': name}, 'compile', 'auto on off')
     compiler = next(filter(shutil.which, [os.environ.get('CXX', 'c++'), 'g++', 'clang++', 'cl']), None)
+    if name == 'on' and never:
+        raise UserError(f'compile = on: not with this method, {never}')
     if name == 'on' and not compiler:
         raise UserError('compile = on needs a C++ compiler: install one, or use --compile=off')
     if name != 'auto':
         return name == 'on', 'as set'
+    if never:
+        return False, never
     if not compiler:
         return False, 'no C++ compiler is installed'
     if not device.startswith('cuda'):
@@ -70,6 +75,12 @@ def choose_compile(name, device):
     except ImportError:
         return False, 'Triton is not installed'
     return True, 'CUDA with Triton'
+
+
+def send(batch, device):
+    """Tensors on their way to the device; those in pinned memory come while we go on."""
+    pinned = device.startswith('cuda')
+    return [(t.pin_memory() if pinned else t).to(device, non_blocking=True) for t in batch]
 
 
 def checkpoint_blocks(model):
@@ -85,20 +96,12 @@ def recomputed(forward, *inputs, cache=None, **named):
     return checkpoint(forward, *inputs, use_reentrant=False, **named)
 
 
-def check_memory(model, batch_size, device, dtype):
-    """Raises UserError if not even a micro-batch's activations can fit, instead of letting the system kill us."""
+def total_memory(device):
+    """Bytes; None where that cannot be told."""
     if device.startswith('cuda'):
-        have = torch.cuda.get_device_properties(device).total_memory
-    elif device == 'cpu' and hasattr(os, 'sysconf'):
-        have = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    else:
-        return
-    # what the blocks keep for the backward pass: about 16 vectors (C) per position
-    need = batch_size * sum(model.row_lengths()[0]) * 16 * model.config.n_embd * (4 if dtype == 'float32' else 2)
-    if need > have:
-        raise UserError(f'batch_size = {batch_size} rows of {model.config.row_size} positions: a step needs about '
-                        f'{need / 1e9:.0f} GB or more, {device} has {have / 1e9:.0f} GB: use fewer or shorter '
-                        'rows')
+        return torch.cuda.get_device_properties(device).total_memory
+    if device == 'cpu' and hasattr(os, 'sysconf'):
+        return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
 
 def flops_per_token(model):

@@ -1,4 +1,4 @@
-"""What eval.py measures: (model, on) -> {name: a number or a table}; a table is a list of dicts of the same keys."""
+"""What eval.py measures: (model, on) -> {name: number or table}; a table is a list of dicts of the same keys."""
 import math
 import time
 from collections import namedtuple

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import data
 from config import UserError
-from config.machine import PEAK_FLOPS, checkpoint_blocks, flops_per_token
+from config.machine import PEAK_FLOPS, checkpoint_blocks, flops_per_token, total_memory
 
 USABLE = 0.92  # of a GPU's memory: the rest goes to its context, the allocator's gaps and the network
 UTILISATION = 0.4  # of the bfloat16 peak, assumed
@@ -84,20 +84,49 @@ def step_memory(method, config, rows, settings):
     return sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained), max(memory.peak, head)
 
 
+def needs(method, config, settings, gpus, usable):
+    """What a training step needs on each of so many GPUs, of which `usable` bytes can be had: (parameters, those
+    trained, {part: bytes}, the most rows that fit)."""
+    rows = settings['batch_size']
+    n, trained, peak = step_memory(method, config, rows, settings)
+    more = 2 * rows  # what a row takes is the difference
+    per_row = max(1, step_memory(method, config, more, settings)[2] - peak) / rows
+    parts = {'weights': 4 * n, 'gradients': 4 * trained,  # DDP keeps room for gradients all the time
+             'AdamW': 8 * trained / (gpus if settings['shard_optimizer'] else 1),
+             'activations, logits, copies': peak - 4 * n - 8 * trained}
+    most = max(0, rows + math.floor((usable - sum(parts.values())) / per_row))
+    return n, trained, parts, most
+
+
+def check_memory(method, model, settings, device, world):
+    """Raises UserError if a training step cannot fit, before the system kills us in it. The step is planned only
+    where a glance does not show that it fits easily."""
+    have = total_memory(device)
+    rows = settings['batch_size']
+    # weights, gradients and AdamW; and about 16 vectors (C) per position that the blocks keep
+    positions = rows * sum(model.row_lengths()[0])
+    least = 16 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    least += positions * 16 * model.config.n_embd * (4 if settings['dtype'] == 'float32' else 2)
+    if have is None or least < have / 8:
+        return
+    try:
+        *_, parts, most = needs(method, model.config, settings, world, have)
+        need = sum(parts.values())
+    except UserError:  # a method without a plan
+        need, most = least, None
+    if need > have:
+        raise UserError(f'batch_size = {rows} rows of {model.config.row_size} positions: a step needs about '
+                        f'{need / 1e9:.0f} GB, {device} has {have / 1e9:.0f} GB: '
+                        + ('use fewer or shorter rows' if most is None else
+                           f'{most} rows would fit; checkpoint_blocks and shard_optimizer take less'))
+
+
 def make_plan(method_name, method, model_settings, settings):
     """The plan as text. method: an entry of train.METHODS. Raises UserError where the vocabulary is not known."""
     config, steps, why = what_runs(method, model_settings, settings)
     gpus = settings['gpus']
     rows = settings['batch_size']
-    n, trained, peak = step_memory(method, config, rows, settings)
-    more = 2 * rows  # what a row takes is the difference
-    per_row = max(1, step_memory(method, config, more, settings)[2] - peak) / rows
-    activations = peak - 4 * n - 8 * trained
-    fixed = {'weights': 4 * n, 'gradients': 4 * trained,
-             'AdamW': 8 * trained / (gpus if settings['shard_optimizer'] else 1)}
-    total = sum(fixed.values()) + activations  # DDP keeps room for gradients all the time
-    usable = settings['gpu_memory'] * 1e9 * USABLE
-    most = max(0, rows + math.floor((usable - total) / per_row))
+    n, trained, parts, most = needs(method, config, settings, gpus, settings['gpu_memory'] * 1e9 * USABLE)
     tokens = steps * rows * settings['grad_accum'] * config.block_size
     with torch.device('meta'):
         flops = tokens * flops_per_token(method[1](config))
@@ -109,7 +138,7 @@ def make_plan(method_name, method, model_settings, settings):
         f'{settings["gpu_memory"]:g} GB',
         f'memory of each GPU at {rows} rows of {config.row_size} positions, GB:',
         *(f'  {name:24s} {size / 1e9:7.2f}' for name, size in
-          [*fixed.items(), ('activations, logits, copies', activations), ('together', total)]),
+          [*parts.items(), ('together', sum(parts.values()))]),
         f'largest batch_size that fits: {most}'
         + ('' if most else ': not even one row does; checkpoint_blocks and shard_optimizer take less'),
         f'disk: {checkpoint / 1e9:.1f} GB for ckpt.pt, {4 * n / 1e9:.1f} GB for best.pt; a save takes about '

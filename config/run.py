@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, fields
 from datetime import timedelta
 from glob import escape, glob
+from textwrap import shorten
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from config import UserError, check_choice, check_range, need
 from config.checkpoint import (VERSION, first_line, load_checkpoint, load_optimizer, load_start, load_weights,
                                merge_resumed, save_checkpoint, starting_settings)
 from config.files import read_log, write_file
-from config.machine import (check_memory, choose_compile, choose_device, choose_dtype, flops_per_token, peak_flops,
-                            set_threads)
+from config.machine import choose_compile, choose_device, choose_dtype, flops_per_token, peak_flops, set_threads
+from config.plan import check_memory
 
 SLOW_SAVE = 20  # seconds; torchrun kills its processes 30 seconds after it has passed a signal on
 
@@ -55,6 +56,7 @@ class Run:
                 raise UserError(f'{self.start_path} is a {self.start["method"]} model, not {settings["method"]}')
             settings, self.changes = merge_resumed(settings, self.model_settings, given, self.start)
         self.settings = settings
+        self.method = methods[settings['method']]
         self.out_dir = settings['out_dir']
         # a data set's script is run for a name that the user gave, never for one that came out of a checkpoint
         self.dataset_given = 'dataset' in given or not self.resume
@@ -96,7 +98,8 @@ class Run:
             torch.cuda.set_device(self.device)
         set_threads(s['threads'])
         self.dtype, why_dtype = choose_dtype(s['dtype'], self.device)
-        self.compile, why_compile = choose_compile(s['compile'], self.device)
+        self.compile, why_compile = choose_compile(s['compile'], self.device,
+                                                   getattr(self.method[1], 'not_compiled', ''))
         self.device_type = self.device.split(':')[0]
         torch.set_float32_matmul_precision('high')  # TF32 where the GPU has it
         if self.ddp:
@@ -202,7 +205,7 @@ class Run:
             load_weights(model, self.start, self.start_path)
             it, best = self.start['step'], self.start['best_val_loss']
             best_path = os.path.join(self.out_dir, 'best.pt')
-            # a crash after an evaluation leaves a best.pt that ckpt.pt does not know of
+            # a crash after an evaluation leaves a best.pt unknown to ckpt.pt
             if os.path.exists(best_path):
                 saved = load_checkpoint(best_path, mmap=True)
                 if saved['step'] <= it and saved.get('stage') == self.start['stage']:
@@ -210,8 +213,8 @@ class Run:
         elif self.start:
             new = model.load_pretrained(self.start['model'])
             self.say(f'starting from {self.start_path}, a {self.start["method"]} model; '
-                     f'new: {", ".join(new) or "nothing"}')
-        check_memory(model, self.settings['batch_size'], self.device, self.dtype)
+                     f'new: {shorten(", ".join(new), 99) or "nothing"}')
+        check_memory(self.method, model, {**self.settings, 'dtype': self.dtype}, self.device, self.world)
         return it, best
 
     def load_optimizer(self, optimizer, scaler, stage):

@@ -362,17 +362,22 @@ def test_ids_that_are_no_text_are_not_drawn(settings):
 
 @pytest.mark.parametrize('site', ['embedding', 'attention', 'attention output', 'mlp output'])
 @pytest.mark.parametrize('method', ['gpt', 'thoughtbubbles'])
-def test_dropout_acts_at_each_site_in_training_alone(method, site):
+def test_dropout_acts_at_each_site_in_training_alone(method, site, monkeypatch):
     model = build(method, n_layer=3, tie_weights=False, dropout=0.5)
-    sites = [(model.drop, 'p', 'embedding')]
-    for layer in model.layers:
-        sites += [(layer.attn, 'dropout', 'attention'), (layer.attn.resid_dropout, 'p', 'attention output'),
-                  (layer.mlp.dropout, 'p', 'mlp output')]
-    assert len(sites) == 1 + 3 * 3 and all(getattr(module, name) == 0.5 for module, name, _ in sites)  # as set
+    sites = [(model.drop, 'embedding')]
+    for layer in model.layers:  # the attention and its output have one rate
+        sites += [(layer.attn.resid_dropout, site if 'attention' in site else ''), (layer.mlp.dropout, 'mlp output')]
+    assert len(sites) == 1 + 3 * 2 and all(module.p == 0.5 for module, _ in sites)  # as set
     model.set_dropout(0.25)
-    assert all(getattr(module, name) == 0.25 for module, name, _ in sites)
-    for module, name, where in sites:
-        setattr(module, name, 0.5 if where == site else 0.0)
+    assert all(module.p == 0.25 for module, _ in sites)
+    for module, where in sites:
+        module.p = 0.5 if where == site else 0.0
+    attention = F.scaled_dot_product_attention
+    if site == 'attention':
+        for layer in model.layers:
+            monkeypatch.setattr(layer.attn.resid_dropout, 'forward', lambda x: x)
+    if site == 'attention output':
+        monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda *qkv, dropout_p, **k: attention(*qkv, **k))
     model.lm_head.weight.data *= 20
     idx = torch.randint(11, (2, 9))
     assert (model(idx)[0] - model(idx)[0]).abs().max() > 1e-4

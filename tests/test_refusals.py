@@ -190,7 +190,7 @@ COMMANDS = [
     ('train.py --lora_rank=-1', 'lora_rank = -1: must be from 0 to n_embd = 16'),
     ('train.py --lora_rank=1000000', 'lora_rank = 1000000: must be from 0 to n_embd = 16'),
     ('train.py --batch_size=1000000000',
-     'batch_size = 1000000000 rows of 16 positions: a step needs about ... use fewer or shorter rows'),
+     'batch_size = 1000000000 rows of 16 positions: a step needs about ... would fit; checkpoint_blocks and ...'),
     ('train.py --method=thoughtbubbles --fork_layers=1,3',
      'fork_layers = (1, 3): 3 is not a block of n_layer = 3; ... 0 to 2'),
     ('train.py --method=thoughtbubbles --fork_layers=1.5', 'fork_layers = (1.5,): 1.5 is not a block'),

@@ -218,7 +218,7 @@ def test_coconut_feeds_hidden_states_back_and_gradients_through_all_passes():
     from_wte = []
     for detach in (False, True):
         model.zero_grad()
-        cache = [rim.GrowingCache(0) for _ in model.layers]
+        cache = [rim.KVCache() for _ in model.layers]
         x = model.trunk(idx, positions, mask, cache=cache)
         loss = F.cross_entropy(model.logits(x.detach() if detach else x)[0][targets[0] >= 0],
                                targets[targets >= 0])
@@ -316,7 +316,7 @@ def test_each_stage_has_its_own_schedule_dropout_and_length(rim_run, dataset, tm
     assert rates == pytest.approx([5e-3, 1e-2, 1e-2, 1e-3, 2e-3, 2e-3]) and seen == [0.1, 0.4]
     model = tiny(dropout=0.1)
     set_dropout(model, 0.4)
-    assert model.layers[0].attn.dropout == model.layers[0].attn.resid_dropout.p == model.drop.p == 0.4
+    assert model.layers[0].attn.resid_dropout.p == model.drop.p == 0.4
     source = batches(dataset, epochs=2, stage2_epochs=0.5)  # 50 records, 4 a step: 13 steps an epoch
     assert [stage.iters for stage in source.config.stages(1, 1e-3, source.epoch_iters)] == [26, 6]
 
