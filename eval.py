@@ -1,9 +1,7 @@
 """The numbers of a checkpoint: python eval.py --out_dir=out/cyb_small
 
-Prints them, and writes them to a JSON file and, where matplotlib is installed, a picture beside it. With tasks it is
-zero-shot accuracy alone:
-
-    python eval.py --checkpoint=HuggingFaceTB/SmolLM2-135M --tasks=lambada,hellaswag,piqa,arc_easy,arc_challenge,blimp
+Prints them, and writes them to a JSON file and, where matplotlib is installed, a picture beside it. With tasks,
+these are zero-shot accuracies alone: python eval.py --checkpoint=gpt2 --tasks=lambada,hellaswag,piqa,blimp
 """
 import json
 import os
@@ -25,9 +23,9 @@ from train import METHODS
 out_dir = 'out/run'  # the run whose checkpoint is read
 checkpoint = ''  # instead: a checkpoint's path, a run's folder, or a published model as in train.py
 dataset = ''  # the data set whose validation rows are read, empty: the one that the model was trained on
-tasks = ''  # instead: these zero-shot tasks, separated by commas; data/zeroshot/prepare.py fetches them
+tasks = ''  # instead: zero-shot tasks, such as lambada,hellaswag,piqa,arc_easy,arc_challenge,blimp
 form = 'ours'  # of the tasks' texts: ours | harness (as lm-evaluation-harness has them)
-output = ''  # where to write, without ending; empty: eval beside ckpt.pt, stage1_eval beside stage1.pt, zeroshot
+output = ''  # where to write, without ending; empty: eval or zeroshot beside ckpt.pt, stage1_eval beside stage1.pt
 eval_rows = 512  # validation rows; records: as many test questions; tasks: rows of each file
 slow_rows = 32  # of these, how many are read token by token where a measure needs that
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
@@ -49,8 +47,8 @@ def output_path(path, saved, kind):
 
 
 def zero_shot(path, saved, model):
-    """The accuracy in each of the tasks, and in each paradigm of BLiMP. The file is written after each; what it has
-    of the same checkpoint, task, rows and form is not computed again."""
+    """Print the numbers of each task, and of each paradigm of BLiMP. The JSON file is written after each; what it
+    has of the same checkpoint, file, rows and form is not computed again."""
     # all texts first: what is wrong with them is said before the work begins
     tokenizer = data.Tokenizer(saved['meta']['tokenizer'])
     plan = []
@@ -109,7 +107,7 @@ def main(argv):
     config.check_choice(settings, 'form', 'ours harness')
     config.check_range(settings, 'seed', 0, 2 ** 63)
     set_threads(threads)
-    for name in ('dataset', 'beside', 'n_mem', 'slow_rows') if tasks else ('form',):
+    for name in ('dataset', 'beside', 'n_mem') if tasks else ('form',):
         if name in given:
             raise UserError(f'{name} = {settings[name]!r}: has no effect with{"" if tasks else "out"} tasks')
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)

@@ -1,4 +1,7 @@
-"""A checkpoint in lm-evaluation-harness (pip install lm_eval): python -m config.harness --checkpoint=gpt2 --tasks=mmlu"""
+"""A checkpoint in lm-evaluation-harness, which needs pip install lm_eval:
+
+    python -m config.harness --checkpoint=gpt2 --tasks=mmlu
+"""
 import config
 import train
 from config.likelihood import log_likelihood
@@ -19,7 +22,7 @@ def adapter(model, tokenizer, batch_size):
         def loglikelihood(self, requests):
             rows = [zeroshot.Row(context.rstrip(), [context[len(context.rstrip()):] + text], 0)
                     for context, text in (request.args for request in requests)]
-            return log_likelihood(model, *zeroshot.encode(tokenizer, rows, 'harness', 'of the harness'), batch_size)
+            return log_likelihood(model, *zeroshot.encode(tokenizer, rows, 'harness', 'harness'), batch_size)
 
         def loglikelihood_rolling(self, requests):
             return [sum(log_p for log_p, _ in log_likelihood(model, *self.windows(*request.args), batch_size))

@@ -1,8 +1,9 @@
 """How likely a model finds given continuations: log_likelihood, for every method.
 
-Most models read a text in one pass. A Thoughtbubbles model that forks reads it anew up to each token, as when it
-writes: in one pass a continuation would take part in the choice of its own copies. A model of records reads the
-context as its question, then its memory blocks or thoughts, if it has any, then the continuation.
+Most models read a text in one pass: by trunk and logits, or every_slot and predictions (Catch Your Breath). One
+that is not `plain` (Thoughtbubbles with forks) reads it anew up to each token by next_logits, as when it writes: in
+one pass a continuation would take part in the choice of its own copies. One that answers questions (Reasoning in
+Memory, Coconut) reads the context by prefill, as a question, with its memory or thoughts, if any; then the rest.
 """
 import sys
 
@@ -33,7 +34,7 @@ def log_likelihood(model, contexts, continuations, batch_size):
         read = read_up_to_it
         items = [(i, context + continuation[:n], continuation[n:n + 1])
                  for i, context, continuation in items for n in range(len(continuation))]
-    items.sort(key=lambda item: -len(item[1]) - len(item[2]))  # rows of like length share a batch; the longest first
+    items.sort(key=lambda item: -len(item[1]) - len(item[2]))  # so that rows of a batch are of like length
 
     total = [0.0] * len(contexts)
     greedy = [True] * len(contexts)
@@ -43,12 +44,12 @@ def log_likelihood(model, contexts, continuations, batch_size):
             targets = torch.tensor(sum(after, []), device=model.wte.weight.device)  # (n,), row by row
             owners = [i for i, tokens in zip(pairs, after) for _ in tokens]
             x, predict = read(model, before, after)  # (n, ...)
-            for at in torch.arange(len(targets)).split(AT_ONCE):
-                logits = predict(x[at])  # (AT_ONCE, V)
-                target = targets[at]
-                log_p = logits.log_softmax(dim=-1).gather(1, target[:, None])[:, 0]
-                right = logits.argmax(dim=-1) == target
-                for i, number, yes in zip(owners[at[0]:], log_p.tolist(), right.tolist()):
+            for first in range(0, len(targets), AT_ONCE):
+                some = slice(first, first + AT_ONCE)
+                logits = predict(x[some])  # (AT_ONCE, V)
+                log_p = logits.log_softmax(dim=-1).gather(1, targets[some, None])[:, 0]
+                right = logits.argmax(dim=-1) == targets[some]
+                for i, number, yes in zip(owners[some], log_p.tolist(), right.tolist()):
                     total[i] += number
                     greedy[i] &= yes
     return list(zip(total, greedy))
@@ -60,15 +61,15 @@ def fitting(model, contexts, continuations):
     c = model.config
     asks = hasattr(model, 'prefill')
     blocks, n_mem = c.layout if asks else (0, 0)
-    room = c.block_size - blocks * (n_mem + 2)
+    memory = blocks * (n_mem + 2)
     items, n_cut = [], 0
     for i, (context, continuation) in enumerate(zip(contexts, continuations)):
         if not context:
             raise UserError(f'context {i + 1} is empty: give at least one token to predict from')
-        left = room - max(len(continuation) - 1, asks)  # prefill wants room for an answer
+        left = c.block_size - memory - max(len(continuation) - 1, asks)  # prefill wants room for an answer
         if left < 1:
-            raise UserError(f'continuation {i + 1} has {len(continuation)} tokens: with the memory and one token of its '
-                            f'context it does not fit into block_size = {c.block_size}')
+            raise UserError(f'continuation {i + 1} has {len(continuation)} tokens: it does not fit into block_size'
+                            f' = {c.block_size}' + f' beside {memory} memory tokens' * bool(memory))
         n_cut += len(context) > left
         if continuation:
             items.append((i, list(context)[-left:], list(continuation)))
@@ -78,8 +79,8 @@ def fitting(model, contexts, continuations):
     return items
 
 
-# --- read: contexts and continuations of a batch -> (x (n, ...), what turns x into logits (n,V)), where n counts the
-# continuations' tokens, row by row ---
+# --- read: contexts and continuations of a batch -> (x, what turns x into logits). x (n, ...) has an entry for
+# each token of the continuations, row by row; logits are (n,V) ---
 
 def padded(rows, device):
     """Token lists -> (B, longest), filled up on the right, where no token of the text sees it."""

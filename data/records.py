@@ -71,7 +71,7 @@ def read_source(name, folder, url):
         try:
             return file.read().decode('utf-8-sig')
         except UnicodeDecodeError as e:
-            raise UserError(f'{url} is not UTF-8 text ({e}): give a folder that has the files with --input=DIR') from e
+            raise UserError(f'{url} is not UTF-8 text ({e}): give a folder with the files by --input=DIR') from e
 
 
 def marked_steps(text):

@@ -291,7 +291,7 @@ COMMANDS = [
      "tasks = 'boolq': there are lambada, hellaswag, piqa, arc_easy, arc_challenge, blimp and blimp/PARADIGM"),
     ('eval.py --out_dir={gpt} --tasks=piqa,', "tasks = '': there are lambada"),
     ('eval.py --out_dir={gpt} --tasks=blimp/../piqa', "tasks = 'blimp/../piqa': there are lambada"),
-    ('eval.py --out_dir={gpt} --tasks=blimp/no_such', 'blimp/no_such.jsonl is missing: run python data/zeroshot/prep'),
+    ('eval.py --out_dir={gpt} --tasks=blimp/no_such', 'blimp/no_such.jsonl is missing: run python data/zero'),
     ('eval.py --out_dir={gpt} --tasks=piqa --form=theirs', "form = 'theirs': choose ours, harness"),
     ('eval.py --out_dir={gpt} --form=harness', "form = 'harness': has no effect without tasks"),
     ('eval.py --out_dir={gpt} --tasks=piqa --dataset={text}', 'dataset = ...: has no effect with tasks'),

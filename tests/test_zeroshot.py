@@ -1,4 +1,4 @@
-"""Zero-shot tasks: log-likelihoods against the same ones token by token, the forms of the tasks, files, resuming."""
+"""Zero-shot tasks: log-likelihoods against the same token by token, the forms of the tasks, files, resuming."""
 import io
 import json
 import math
@@ -168,10 +168,10 @@ def test_a_row_of_a_task_becomes_a_context_and_choices(name, form, entry, row):
 
 
 @pytest.mark.parametrize('name, form, entry, message', [
-    ('piqa', 'ours', {**PIQA, 'label': 2}, 'line 3 is not a row of piqa .ValueError: choice 2 of 2.: expected goal, sol1'),
+    ('piqa', 'ours', {**PIQA, 'label': 2}, 'line 3 is not a row of piqa .ValueError: choice 2 of 2.: expected'),
     ('piqa', 'ours', {**PIQA, 'goal': 5}, 'line 3 is not a row of piqa .TypeError'),
     ('hellaswag', 'ours', {'ctx': 'x'}, "line 3 .*KeyError: 'activity_label'"),
-    ('hellaswag', 'harness', {'ctx': 'x', 'activity_label': '', 'endings': []}, 'expected activity_label, ctx_a, ctx_b'),
+    ('hellaswag', 'harness', {'activity_label': '', 'endings': []}, 'expected activity_label, ctx_a, ctx_b, endings'),
     ('arc_easy', 'ours', {**ARC, 'answerKey': 'E'}, 'line 3 .*ValueError'),
     ('arc_easy', 'ours', {**ARC, 'choices': 7}, 'line 3 .*TypeError')])
 def test_a_broken_row_is_named(name, form, entry, message):
@@ -284,7 +284,8 @@ def test_tasks_are_written_down_with_their_form_and_not_run_twice(evaluate, fold
     good, well, mean = [r['numbers']['accuracy'] for r in found['results'][1:]]
     assert mean['value'] == pytest.approx((good['value'] + well['value']) / 2)
     assert 'lambada (form: ours, 5 rows)\n' in said and 'blimp (form: ours, 9 rows, mean of 2 paradigms)' in said
-    assert 'perplexity: exp of the mean' in said and ' ± ' in said and not os.path.exists(tmp_path / 'run' / 'eval.json')
+    assert 'perplexity: exp of the mean' in said and ' ± ' in said
+    assert not os.path.exists(tmp_path / 'run' / 'eval.json')
     again, said, asked = evaluate('--tasks=blimp/well,blimp,lambada', '--eval_rows=5')
     assert asked == 0 and said.count('known from before') == 3
     assert sorted(map(str, again['results'])) == sorted(map(str, found['results']))
@@ -314,9 +315,9 @@ def test_an_interrupted_evaluation_goes_on_with_the_task_that_it_was_at(evaluate
     ('piqa', None, "tasks = piqa, row 1: the tokenizer has no 'Q', 'e', 't', 'o'"),
     ('arc_easy', None, 'arc_easy.jsonl is missing: run python data/zeroshot/prepare.py'),
     ('lambada', '\n', 'lambada.jsonl holds no row'),
-    ('lambada', '{"context": "1", "target": "2"}\n{"context": "1"}', "lambada.jsonl line 2 is not a row of lambada .KeyError"),
+    ('lambada', '{"context": "1", "target": "2"}\n{"context": "1"}', 'line 2 is not a row of lambada .KeyError'),
     ('lambada', '{"context": "1", "target": "2"}\n{"context"', 'lambada.jsonl line 2 is not JSON'),
-    ('lambada', '{"context": "1 ", "target": "222222222222222222"}', 'continuation 1 has 19 tokens.*block_size = 16')])
+    ('lambada', '{"context": "1", "target": "222222222222222222"}', 'continuation 1 has 19 tokens.*_size = 16')])
 def test_files_that_cannot_be_used_are_refused_before_the_work_begins(evaluate, folder, tasks, content, message):
     if content:
         (folder / f'{tasks}.jsonl').write_text(content, encoding='utf-8')
@@ -357,8 +358,10 @@ def archive(files):
 
 
 def test_the_files_of_the_authors_are_downloaded_and_read(prepare, monkeypatch):
-    stem = {'stem': 'Hot?', 'choices': [{'text': t, 'label': n} for t, n in (('ice', '1'), ('fire', '2'), ('fog', '3'))]}
-    net = {'lambada_test.jsonl': json.dumps({'text': 'He saw the sea'}), 'hellaswag_val.jsonl': json.dumps(HELLASWAG),
+    choices = [{'text': text, 'label': label} for text, label in zip(*ARC['choices'].values())]
+    stem = {'stem': 'Hot?', 'choices': choices}
+    net = {'lambada_test.jsonl': json.dumps({'text': 'He saw the sea'}),
+           'hellaswag_val.jsonl': json.dumps(HELLASWAG),
            'valid.jsonl': json.dumps({k: v for k, v in PIQA.items() if k != 'label'}), 'valid-labels.lst': '0\n',
            'ARC-V1-Feb2018.zip': archive({'ARC/ARC-Easy/ARC-Easy-Test.jsonl': {'question': stem, 'answerKey': '2'},
                                           'ARC/ARC-Challenge/ARC-Challenge-Test.jsonl': ARC}),
@@ -381,8 +384,8 @@ def test_files_that_are_there_are_taken_by_either_name(prepare, tmp_path, capsys
     (source / 'blimp').mkdir(parents=True)
     for name, row in {'piqa': PIQA, 'ARC-Easy-Test': ARC, 'blimp/a': BLIMP, 'b': BLIMP}.items():
         (source / f'{name}.jsonl').write_text(json.dumps(row), encoding='utf-8')
-    assert prepare(f'--input={source}') == {'piqa.jsonl': [PIQA], 'arc_easy.jsonl': [ARC], 'blimp/a.jsonl': [BLIMP],
-                                            'blimp/b.jsonl': [BLIMP]}
+    assert prepare(f'--input={source}') == {'piqa.jsonl': [PIQA], 'arc_easy.jsonl': [ARC],
+                                            'blimp/a.jsonl': [BLIMP], 'blimp/b.jsonl': [BLIMP]}
     said = capsys.readouterr().out
     assert 'lambada: 0 rows in 0 files' in said and 'blimp: 2 rows in 2 files' in said
 
@@ -400,7 +403,7 @@ def test_sources_that_cannot_be_used_are_named(prepare, tmp_path, monkeypatch):
         prepare('--tasks=x')
     with pytest.raises(UserError, match='has no file of piqa'):
         prepare('--tasks=piqa', f'--input={tmp_path}/nowhere')
-    for content, message in ((json.dumps({'question': {'stem': 'x'}}), "line 1 is no row of arc_easy .KeyError: 'choices'"),
+    for content, message in (('{"question": {"stem": "x"}}', "line 1 is no row of arc_easy .KeyError: 'choices'"),
                              (json.dumps(PIQA), 'line 1 is not a row of arc_easy'), ('\n', 'holds no row')):
         (tmp_path / 'arc_easy.jsonl').write_text(content, encoding='utf-8')
         with pytest.raises(UserError, match=message):

@@ -1,10 +1,10 @@
 """Zero-shot tasks: what a model knows without being trained for it, read off the log-likelihoods of given texts.
 
-A row of a task is a context with choices, and the right one of them. The model chooses the continuation that it finds
-likeliest. prepare.py makes the files: <task>.jsonl, and blimp/<paradigm>.jsonl for the 67 paradigms of BLiMP.
+A row of a task is a context with choices, and the right one of them. The model chooses the continuation that it
+finds likeliest. prepare.py makes the files: <task>.jsonl, and blimp/<paradigm>.jsonl for BLiMP's 67 paradigms.
 
-There are two forms. "ours" gives the texts as they stand in the files. "harness" is that of lm-evaluation-harness, which
-differs in BLiMP (a space before the sentence, after the token that begins a text) and in HellaSwag (headings cleaned).
+There are two forms. "ours" gives the texts as they stand in the files. "harness" is lm-evaluation-harness's:
+BLiMP's sentences follow a space and the tokenizer's BOS, HellaSwag's texts lose the marks of their source.
 """
 import os
 import re
@@ -20,9 +20,10 @@ from data import read_text
 from data.records import parse_jsonl
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-Row = namedtuple('Row', 'context choices right')  # texts, a space before a choice where one belongs; right: its number
+# context: a text; choices: texts with the space before them; right: the right one's number
+Row = namedtuple('Row', 'context choices right')
 BETWEEN = '<|endoftext|>'  # the token between two documents, where a vocabulary has it
-MEANING = {'accuracy': 'share of rows whose right choice is the likeliest; LAMBADA: whose word is what the model writes',
+MEANING = {'accuracy': 'share of rows whose right choice is likeliest; LAMBADA: which greedy decoding gets right',
            'normalised': 'the same after dividing log-likelihoods by the characters of the choice',
            'perplexity': 'exp of the mean -log P(word) in nats',
            'chance': 'no further than two standard errors from guessing'}
@@ -74,8 +75,8 @@ TASKS = {'lambada': (lambada, 'context, target'), 'hellaswag': (hellaswag, 'acti
 # --- files ---
 
 def files_of(tasks):
-    """'piqa,blimp' -> ['piqa', 'blimp/adjunct_island', ...]: a paradigm may be named itself. Raises UserError where
-    there is no such task or no file of it."""
+    """'piqa,blimp' -> ['piqa', 'blimp/adjunct_island', ...]: a paradigm may be named itself. Raises UserError
+    where there is no such task or no file of it."""
     names = []
     for task in map(str.strip, tasks.split(',')):
         kind, slash, paradigm = task.partition('/')
@@ -92,7 +93,7 @@ def files_of(tasks):
 
 
 def read(name, n, form):
-    """(the first n rows of a file, the crc32 of its text). Raises UserError where it is empty or a row is broken."""
+    """(the first n rows of a file, the crc32 of its text). Raises UserError for an empty file or a broken row."""
     path = os.path.join(FOLDER, name + '.jsonl')
     text = read_text(path)
     rows = [parse(name, entry, form, where) for where, entry in islice(parse_jsonl(text, path), n)]
@@ -128,9 +129,9 @@ def opening(tokenizer, form):
 
 
 def encode(tokenizer, rows, form, name):
-    """The rows' choices one after the other as two lists of token ids: contexts, continuations. Both are encoded as
-    one text, cut where the context's own ids end. Without an opening a text's first token is its context. Raises
-    UserError for what the tokenizer lacks."""
+    """The rows' choices one after the other as two lists of token ids: contexts, continuations. A context and its
+    choice are encoded as one text, cut where the context's own ids would end. Where nothing stands before a bare
+    sentence, its first token is the context. Raises UserError for what the tokenizer lacks."""
     first = opening(tokenizer, form) if any(not row.context for row in rows) else []
     contexts, continuations = [], []
     for n, row in enumerate(rows, 1):
@@ -148,7 +149,7 @@ def encode(tokenizer, rows, form, name):
 
 
 def score(rows, found):
-    """The numbers of a task, {name: {value, standard error, note}}, from what log_likelihood found of its choices."""
+    """The numbers of a task, {name: {value, standard error, note}}, of what log_likelihood found."""
     likelihoods = iter(found)
     right, normalised, nll = [], [], []
     for row in rows:

@@ -1,8 +1,8 @@
 """The files of the zero-shot tasks: LAMBADA, HellaSwag, PIQA, ARC, BLiMP.
 
-python data/zeroshot/prepare.py downloads them from their authors (LAMBADA as OpenAI gave it to GPT-2; ARC comes in an
-archive of 680 MB), --tasks=piqa,blimp some of them. --input=DIR takes those that are there already, named as their
-authors named them or as this script does, BLiMP's in a folder blimp or beside the others.
+python data/zeroshot/prepare.py downloads them from their authors (LAMBADA as OpenAI gave it to GPT-2; ARC comes in
+an archive of 680 MB), --tasks=piqa,blimp some of them. --input=DIR takes those that are there already, under their
+authors' names or those of this script, BLiMP's in a folder blimp or beside the others.
 """
 import fnmatch
 import json
@@ -24,10 +24,11 @@ from data.records import parse_jsonl
 tasks = 'lambada,hellaswag,piqa,arc_easy,arc_challenge,blimp'  # which ones
 input = ''  # a folder that has the files, downloaded if none is given
 
+GITHUB = 'https://raw.githubusercontent.com/'
 ARC = 'https://ai2-public-datasets.s3.amazonaws.com/arc/ARC-V1-Feb2018.zip'
 # task -> address; of an archive, which files in it
 SOURCES = {'lambada': ('https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl', None),
-           'hellaswag': ('https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl', None),
+           'hellaswag': (GITHUB + 'rowanz/hellaswag/master/data/hellaswag_val.jsonl', None),
            'piqa': ('https://yonatanbisk.com/piqa/data/valid.jsonl', None),
            'arc_easy': (ARC, '*/ARC-Easy-Test.jsonl'), 'arc_challenge': (ARC, '*/ARC-Challenge-Test.jsonl'),
            'blimp': ('https://github.com/alexwarstadt/blimp/archive/refs/heads/master.zip', '*/data/*.jsonl')}
