@@ -1,9 +1,9 @@
 """How likely a model finds given continuations: log_likelihood, for every method.
 
 Most models read a text in one pass: by trunk and logits, or every_slot and predictions (Catch Your Breath). One
-that is not `plain` (Thoughtbubbles with forks) reads it anew up to each token by next_logits, as when it writes: in
-one pass a continuation would take part in the choice of its own copies. One that answers questions (Reasoning in
-Memory, Coconut) reads the context by prefill, as a question, with its memory or thoughts, if any; then the rest.
+that is not `plain` (Thoughtbubbles with forks) reads it anew up to each token by next_logits, as when it writes:
+in one pass a continuation would take part in the choice of its own copies. One that answers questions (Reasoning
+in Memory, Coconut) reads the context by prefill, as a question, with its memory or thoughts if any, then the rest.
 """
 import sys
 

@@ -148,6 +148,8 @@ def test_logits_exist_for_few_positions_at_a_time(name, monkeypatch):
 # --- texts ---
 
 ARC = {'question': 'Hot?', 'choices': {'text': ['ice', 'fire', 'fog'], 'label': ['1', '2', '3']}, 'answerKey': '2'}
+CHOICES = [{'text': text, 'label': label} for text, label in zip(*ARC['choices'].values())]
+THEIRS = {'question': {'stem': 'Hot?', 'choices': CHOICES}, 'answerKey': '2'}  # as the authors of ARC write it
 HELLASWAG = {'activity_label': 'Fun', 'ctx': 'We go. he', 'ctx_a': 'We go.', 'ctx_b': 'he', 'label': '1',
              'endings': ['sits [x] down', 'runs [title] Now  on']}
 BLIMP = {'sentence_good': 'I am.', 'sentence_bad': 'I are.'}
@@ -156,8 +158,10 @@ PIQA = {'goal': 'Cut', 'sol1': 'saw', 'sol2': 'cup', 'label': 0}
 
 @pytest.mark.parametrize('name, form, entry, row', [
     ('lambada', 'ours', {'context': 'He saw the', 'target': 'sea'}, ('He saw the', [' sea'], 0)),
+    ('lambada', 'ours', {'text': 'He saw the sea'}, ('He saw the', [' sea'], 0)),
     ('piqa', 'ours', PIQA, ('Question: Cut\nAnswer:', [' saw', ' cup'], 0)),
     ('arc_easy', 'ours', ARC, ('Question: Hot?\nAnswer:', [' ice', ' fire', ' fog'], 1)),
+    ('arc_easy', 'ours', THEIRS, ('Question: Hot?\nAnswer:', [' ice', ' fire', ' fog'], 1)),
     ('arc_challenge', 'harness', ARC, ('Question: Hot?\nAnswer:', [' ice', ' fire', ' fog'], 1)),
     ('hellaswag', 'ours', HELLASWAG, ('Fun: We go. he', [' sits [x] down', ' runs [title] Now  on'], 1)),
     ('hellaswag', 'harness', HELLASWAG, ('Fun: We go. He', [' sits down', ' runs. Now on'], 1)),
@@ -171,7 +175,8 @@ def test_a_row_of_a_task_becomes_a_context_and_choices(name, form, entry, row):
     ('piqa', 'ours', {**PIQA, 'label': 2}, 'line 3 is not a row of piqa .ValueError: choice 2 of 2.: expected'),
     ('piqa', 'ours', {**PIQA, 'goal': 5}, 'line 3 is not a row of piqa .TypeError'),
     ('hellaswag', 'ours', {'ctx': 'x'}, "line 3 .*KeyError: 'activity_label'"),
-    ('hellaswag', 'harness', {'activity_label': '', 'endings': []}, 'expected activity_label, ctx_a, ctx_b, endings'),
+    ('lambada', 'ours', {'text': 'one'}, 'line 3 .*ValueError'),
+    ('hellaswag', 'harness', {'activity_label': '', 'endings': []}, 'expected activity_label, ctx_a, ctx_b, endi'),
     ('arc_easy', 'ours', {**ARC, 'answerKey': 'E'}, 'line 3 .*ValueError'),
     ('arc_easy', 'ours', {**ARC, 'choices': 7}, 'line 3 .*TypeError')])
 def test_a_broken_row_is_named(name, form, entry, message):
@@ -358,12 +363,10 @@ def archive(files):
 
 
 def test_the_files_of_the_authors_are_downloaded_and_read(prepare, monkeypatch):
-    choices = [{'text': text, 'label': label} for text, label in zip(*ARC['choices'].values())]
-    stem = {'stem': 'Hot?', 'choices': choices}
     net = {'lambada_test.jsonl': json.dumps({'text': 'He saw the sea'}),
            'hellaswag_val.jsonl': json.dumps(HELLASWAG),
            'valid.jsonl': json.dumps({k: v for k, v in PIQA.items() if k != 'label'}), 'valid-labels.lst': '0\n',
-           'ARC-V1-Feb2018.zip': archive({'ARC/ARC-Easy/ARC-Easy-Test.jsonl': {'question': stem, 'answerKey': '2'},
+           'ARC-V1-Feb2018.zip': archive({'ARC/ARC-Easy/ARC-Easy-Test.jsonl': THEIRS,
                                           'ARC/ARC-Challenge/ARC-Challenge-Test.jsonl': ARC}),
            'master.zip': archive({'blimp-master/data/a.jsonl': BLIMP, 'blimp-master/README.md': {}})}
     asked = []
@@ -374,8 +377,9 @@ def test_the_files_of_the_authors_are_downloaded_and_read(prepare, monkeypatch):
         return io.BytesIO(content if isinstance(content, bytes) else content.encode())
     monkeypatch.setattr(urllib.request, 'urlopen', urlopen)
     assert prepare() == {
-        'lambada.jsonl': [{'context': 'He saw the', 'target': 'sea'}], 'hellaswag.jsonl': [HELLASWAG],
-        'piqa.jsonl': [PIQA], 'arc_easy.jsonl': [ARC], 'arc_challenge.jsonl': [ARC], 'blimp/a.jsonl': [BLIMP]}
+        'lambada.jsonl': [{'text': 'He saw the sea'}], 'hellaswag.jsonl': [HELLASWAG],
+        'piqa.jsonl': [{**PIQA, 'label': '0'}], 'arc_easy.jsonl': [THEIRS], 'arc_challenge.jsonl': [ARC],
+        'blimp/a.jsonl': [BLIMP]}
     assert sorted(asked) == sorted(net)  # each once
 
 
@@ -387,7 +391,7 @@ def test_files_that_are_there_are_taken_by_either_name(prepare, tmp_path, capsys
     assert prepare(f'--input={source}') == {'piqa.jsonl': [PIQA], 'arc_easy.jsonl': [ARC],
                                             'blimp/a.jsonl': [BLIMP], 'blimp/b.jsonl': [BLIMP]}
     said = capsys.readouterr().out
-    assert 'lambada: 0 rows in 0 files' in said and 'blimp: 2 rows in 2 files' in said
+    assert 'lambada: no file in ' in said and 'blimp/a: 1 rows' in said
 
 
 def test_sources_that_cannot_be_used_are_named(prepare, tmp_path, monkeypatch):
@@ -403,7 +407,11 @@ def test_sources_that_cannot_be_used_are_named(prepare, tmp_path, monkeypatch):
         prepare('--tasks=x')
     with pytest.raises(UserError, match='has no file of piqa'):
         prepare('--tasks=piqa', f'--input={tmp_path}/nowhere')
-    for content, message in (('{"question": {"stem": "x"}}', "line 1 is no row of arc_easy .KeyError: 'choices'"),
+    (tmp_path / 'valid.jsonl').write_text(json.dumps({**PIQA, 'label': 1}).replace('label', 'x'), encoding='utf-8')
+    (tmp_path / 'valid-labels.lst').write_text('0\n1\n', encoding='utf-8')
+    with pytest.raises(UserError, match='valid.jsonl has 1 rows, valid-labels.lst has 2 labels'):
+        prepare('--tasks=piqa', f'--input={tmp_path}')
+    for content, message in (('{"question": {"stem": "x"}}', 'line 1 is not a row of arc_easy .KeyError'),
                              (json.dumps(PIQA), 'line 1 is not a row of arc_easy'), ('\n', 'holds no row')):
         (tmp_path / 'arc_easy.jsonl').write_text(content, encoding='utf-8')
         with pytest.raises(UserError, match=message):

@@ -32,7 +32,8 @@ MEANING = {'accuracy': 'share of rows whose right choice is likeliest; LAMBADA: 
 # --- a row of a file -> Row ---
 
 def lambada(row, form):
-    return Row(row['context'], [' ' + row['target']], 0)
+    context, target = (row['context'], row['target']) if 'target' in row else row['text'].rsplit(' ', 1)
+    return Row(context, [' ' + target], 0)
 
 
 def hellaswag(row, form):
@@ -54,7 +55,11 @@ def piqa(row, form):
 
 
 def arc(row, form):
-    return question(row['question'], row['choices']['text'], row['choices']['label'].index(row['answerKey']))
+    asked, choices = row['question'], row.get('choices')
+    if isinstance(asked, dict):  # as its authors write it
+        choices = {key: [choice[key] for choice in asked['choices']] for key in ('text', 'label')}
+        asked = asked['stem']
+    return question(asked, choices['text'], choices['label'].index(row['answerKey']))
 
 
 def question(text, choices, right):
@@ -67,9 +72,12 @@ def blimp(row, form):
 
 
 # task -> how its rows are read, and what these must have
-TASKS = {'lambada': (lambada, 'context, target'), 'hellaswag': (hellaswag, 'activity_label, ctx, endings, label'),
-         'piqa': (piqa, 'goal, sol1, sol2, label'), 'arc_easy': (arc, 'question, choices, answerKey'),
-         'arc_challenge': (arc, 'question, choices, answerKey'), 'blimp': (blimp, 'sentence_good, sentence_bad')}
+TASKS = {'lambada': (lambada, 'context and target, or text'),
+         'hellaswag': (hellaswag, 'activity_label, ctx, endings, label'),
+         'piqa': (piqa, 'goal, sol1, sol2, label'),
+         'arc_easy': (arc, 'question, choices, answerKey'),
+         'arc_challenge': (arc, 'question, choices, answerKey'),
+         'blimp': (blimp, 'sentence_good, sentence_bad')}
 
 
 # --- files ---
@@ -96,10 +104,14 @@ def read(name, n, form):
     """(the first n rows of a file, the crc32 of its text). Raises UserError for an empty file or a broken row."""
     path = os.path.join(FOLDER, name + '.jsonl')
     text = read_text(path)
+    return rows_of(text, path, name, n, form), zlib.crc32(text.encode())
+
+
+def rows_of(text, path, name, n=None, form='ours'):
     rows = [parse(name, entry, form, where) for where, entry in islice(parse_jsonl(text, path), n)]
     if not rows:
-        raise UserError(f'{path} holds no row: run python data/zeroshot/prepare.py again')
-    return rows, zlib.crc32(text.encode())
+        raise UserError(f'{path} holds no row: give another file with python data/zeroshot/prepare.py --input=DIR')
+    return rows
 
 
 def parse(name, entry, form, where):

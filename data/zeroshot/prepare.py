@@ -40,7 +40,7 @@ def downloaded(task, archives):
     url, members = SOURCES[task]
     if not members:
         urls = [url] + [os.path.dirname(url) + '/' + LABELS] * (task == 'piqa')
-        return {os.path.basename(u): data.download(u).read().decode('utf-8-sig') for u in urls}
+        return {u: data.download(u).read().decode('utf-8-sig') for u in urls}
     if url not in archives:
         archives[url] = zipfile.ZipFile(data.download(url))
     archive = archives[url]
@@ -57,46 +57,15 @@ def local(task, folder):
         names.append(LABELS)
     paths = [path for name in names for path in sorted(glob(os.path.join(escape(folder), name)))]
     texts = {path: data.read_text(path) for path in paths}
-    if task == 'blimp':
-        return {path: text for path, text in texts.items() if '"sentence_good"' in text[:2000]}
-    return texts
+    return {path: text for path, text in texts.items() if task != 'blimp' or '"sentence_good"' in text[:2000]}
 
 
-def as_read(entry):
-    """A row as its authors wrote it -> as data/zeroshot reads it; others stay."""
-    if 'text' in entry:  # LAMBADA: the last word is what is asked
-        context, _, target = entry['text'].rpartition(' ')
-        return {'context': context, 'target': target}
-    asked = entry.get('question')
-    if isinstance(asked, dict):  # ARC
-        choices = {key: [choice[key] for choice in asked['choices']] for key in ('text', 'label')}
-        return {**entry, 'question': asked['stem'], 'choices': choices}
-    return entry
-
-
-def rows_of(task, texts):
-    """{name of a task's file: its rows} from {file: its text}. Raises UserError for a row that is broken."""
-    found, labels = {}, []
-    for path, text in texts.items():
-        if path.endswith(LABELS):
-            labels = text.split()
-    for path, text in texts.items():
-        name = 'blimp/' + os.path.basename(path).removesuffix('.jsonl') if task == 'blimp' else task
-        if path.endswith(LABELS) or name in found:
-            continue
-        found[name] = []
-        for n, (where, entry) in enumerate(parse_jsonl(text, path)):
-            try:
-                entry = as_read(entry)
-                if labels and 'label' not in entry:
-                    entry = {**entry, 'label': int(labels[n])}
-            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
-                raise config.UserError(f'{where} is no row of {name} ({type(e).__name__}: {e})') from e
-            zeroshot.parse(name, entry, 'ours', where)
-            found[name].append(entry)
-        if not found[name]:
-            raise config.UserError(f'{path} holds no row')
-    return found
+def with_labels(text, labels, path):
+    """PIQA's rows with their labels, which its authors keep in a file of their own."""
+    rows = [entry for _, entry in parse_jsonl(text, path)]
+    if len(rows) != len(labels):
+        raise config.UserError(f'{path} has {len(rows)} rows, {LABELS} has {len(labels)} labels')
+    return ''.join(json.dumps({**row, 'label': label}) + '\n' for row, label in zip(rows, labels))
 
 
 def main(argv):
@@ -109,13 +78,17 @@ def main(argv):
         except (zipfile.BadZipFile, UnicodeDecodeError) as e:
             raise config.UserError(f'{SOURCES[task][0]} is damaged ({e}): give a folder that has the files with '
                                    '--input=DIR') from e
-        found = rows_of(task, texts)
-        for name, rows in found.items():
-            path = os.path.join(FOLDER, name + '.jsonl')
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            write_file(path, ''.join(json.dumps(row) + '\n' for row in rows))
-        print(f'{task}: {sum(map(len, found.values()))} rows in {len(found)} files')
-        n_files += len(found)
+        labels = [texts.pop(path) for path in [*texts] if path.endswith(LABELS)]
+        for path, text in texts.items() if task == 'blimp' else [*texts.items()][:1]:
+            if labels and '"label"' not in text:
+                text = with_labels(text, labels[0].split(), path)
+            name = 'blimp/' + os.path.basename(path).removesuffix('.jsonl') if task == 'blimp' else task
+            print(f'{name}: {len(zeroshot.rows_of(text, path, name))} rows')
+            os.makedirs(os.path.join(FOLDER, os.path.dirname(name)), exist_ok=True)
+            write_file(os.path.join(FOLDER, name + '.jsonl'), text)
+            n_files += 1
+        if not texts:
+            print(f'{task}: no file in {folder}')
     if not n_files:
         raise config.UserError(f'input = {folder!r} has no file of {settings["tasks"]}')
 
