@@ -16,9 +16,10 @@ device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 
 def adapter(model, tokenizer, batch_size):
     """The model as an object of the harness's own class of models, which exists only where it is installed."""
-    lm_eval = config.need('lm_eval', 'config/harness.py')
+    from lm_eval.api.model import LM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    class Adapter(lm_eval.api.model.LM):
+    class Adapter(LM):
         def loglikelihood(self, requests):
             rows = [zeroshot.Row(context.rstrip(), [context[len(context.rstrip()):] + text], 0)
                     for context, text in (request.args for request in requests)]
@@ -30,8 +31,9 @@ def adapter(model, tokenizer, batch_size):
 
         def windows(self, text):
             ids = zeroshot.opening(tokenizer, 'harness')[-1:] + tokenizer.encode(text)
-            parts = lm_eval.utils.get_rolling_token_windows(ids[1:], ids[0], model.config.block_size, 1)
-            return zip(*map(lm_eval.utils.make_disjoint_window, parts))
+            pairs = [make_disjoint_window(window) for window in
+                     get_rolling_token_windows(ids[1:], ids[0], model.config.block_size, 1)]
+            return [context for context, _ in pairs], [part for _, part in pairs]
 
         def generate_until(self, requests):
             return [self.write(*request.args) for request in requests]
@@ -58,11 +60,11 @@ def main(argv):
     settings = config.load(__file__, argv)[0]
     config.check_range(settings, 'batch_size')
     config.check_range(settings, 'limit', 0)
-    lm_eval = config.need('lm_eval', 'config/harness.py')
+    lm_eval = config.need('lm_eval', 'this script')
     model, tokenizer = train.load(settings['checkpoint'], settings['device'])
     found = lm_eval.simple_evaluate(adapter(model, tokenizer, settings['batch_size']),
                                     tasks=settings['tasks'].split(','), limit=settings['limit'] or None)
-    print(lm_eval.utils.make_table(found))
+    print(config.need('lm_eval.utils', 'this script').make_table(found))
 
 
 if __name__ == '__main__':

@@ -54,7 +54,8 @@ class Tokenizer:
         valid = isinstance(self.begin, list) and all(type(i) is int for i in self.begin)
         if not valid or self.begin and not 0 <= min(self.begin) <= max(self.begin) < self.n_text:
             raise UserError(f'the tokenizer is damaged: begin = {self.begin!r}: expected a list of ids')
-        self.bos = spec.get('bos')  # a model's token for the beginning that no document of its training opens with
+        bos = spec.get('bos')  # a published model's token of this name, where no document opens with one
+        self.bos = bos if type(bos) is int and 0 <= bos < self.n_text else None
         names = distinct_texts('special', spec.get('special', []), 100)
         self.special = {name: self.n_text + i for i, name in enumerate(names)}
         self.vocab_size = self.n_text + len(names)

@@ -175,6 +175,7 @@ def test_a_row_of_a_task_becomes_a_context_and_choices(name, form, entry, row):
     ('piqa', 'ours', {**PIQA, 'label': 2}, 'line 3 is not a row of piqa .ValueError: choice 2 of 2.: expected'),
     ('piqa', 'ours', {**PIQA, 'goal': 5}, 'line 3 is not a row of piqa .TypeError'),
     ('hellaswag', 'ours', {'ctx': 'x'}, "line 3 .*KeyError: 'activity_label'"),
+    ('lambada', 'ours', {'context': 5, 'target': 'x'}, 'line 3 .*TypeError'),
     ('lambada', 'ours', {'text': 'one'}, 'line 3 .*ValueError'),
     ('hellaswag', 'harness', {'activity_label': '', 'endings': []}, 'expected activity_label, ctx_a, ctx_b, endi'),
     ('arc_easy', 'ours', {**ARC, 'answerKey': 'E'}, 'line 3 .*ValueError'),
@@ -219,6 +220,11 @@ def test_a_bare_sentence_follows_what_begins_a_text_or_its_own_first_token(about
         assert contexts == [opening] * 2 and continuations == [[1, 2], [1, 3]]
     else:
         assert contexts == [[1], [1]] and continuations == [[2], [3]]
+
+
+def test_the_bos_of_a_tokenizer_is_one_of_its_ids():
+    found = [data.Tokenizer({'kind': 'char', 'chars': ['a', 'b'], 'bos': bos}).bos for bos in (1, 2, -1, 'a', None)]
+    assert found == [1, None, None, None, None]
 
 
 def test_the_likeliest_choice_counts_in_all_and_per_character():

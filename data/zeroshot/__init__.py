@@ -123,6 +123,7 @@ def parse(name, entry, form, where):
         row = reader(entry, form)
         if not 0 <= row.right < len(row.choices):
             raise ValueError(f'choice {row.right} of {len(row.choices)}')
+        ''.join([row.context, *row.choices])  # a TypeError where one is no text
         return row
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise UserError(f'{where} is not a row of {name} ({type(e).__name__}: {e}): expected {fields}') from None
