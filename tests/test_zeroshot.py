@@ -14,6 +14,7 @@ import torch
 import data
 import eval as evaluation
 from config import UserError, likelihood
+from config.harness import adapter
 from config.likelihood import log_likelihood
 from conftest import ROOT
 from cyb import CYB, CYBConfig
@@ -145,6 +146,29 @@ def test_logits_exist_for_few_positions_at_a_time(name, monkeypatch):
     assert max(sizes) == 5 and sum(sizes) == 27
 
 
+@pytest.mark.parametrize('name', ['gpt', 'cyb', 'sft'])
+@torch.no_grad()
+def test_the_adapter_for_lm_evaluation_harness_says_the_same(name):
+    pytest.importorskip('lm_eval')
+    model = build(name)
+    digits = SimpleNamespace(begin=[], bos=None, end=8, n_text=9, encode=lambda text: [int(ch) for ch in text],
+                             decode=lambda ids: ''.join(map(str, ids)))
+    adapted = adapter(model, digits, 2)
+
+    def asked(*arguments):
+        return [SimpleNamespace(args=arguments)]
+    assert adapted.loglikelihood(asked('123', '45'))[0] == pytest.approx(naive(model, [1, 2, 3], [4, 5]), abs=1e-10)
+    assert adapted.loglikelihood(asked('', '45'))[0] == pytest.approx(naive(model, [8], [4, 5]), abs=1e-10)
+    text = torch.randint(8, (30,)).tolist()
+    in_windows = naive(model, [8], text[:24])[0] + naive(model, text[5:24], text[24:])[0]
+    if name != 'sft':  # which wants room for an answer
+        rolled = adapted.loglikelihood_rolling(asked(digits.decode(text)))[0]
+        assert rolled == pytest.approx(in_windows, abs=1e-10)
+    whole = adapted.generate_until(asked('123', {'max_gen_toks': 6}))[0]
+    assert whole and adapted.generate_until(asked('123', {'max_gen_toks': 6, 'until': [whole[-1]]}))[0] \
+        == whole[:whole.index(whole[-1])]
+
+
 # --- texts ---
 
 ARC = {'question': 'Hot?', 'choices': {'text': ['ice', 'fire', 'fog'], 'label': ['1', '2', '3']}, 'answerKey': '2'}
@@ -223,14 +247,15 @@ def test_a_bare_sentence_follows_what_begins_a_text_or_its_own_first_token(about
 
 
 def test_the_bos_of_a_tokenizer_is_one_of_its_ids():
-    found = [data.Tokenizer({'kind': 'char', 'chars': ['a', 'b'], 'bos': bos}).bos for bos in (1, 2, -1, 'a', None)]
+    spec = {'kind': 'char', 'chars': ['a', 'b']}
+    found = [data.Tokenizer({**spec, 'bos': bos}).bos for bos in (1, 2, -1, 'a', None)]
     assert found == [1, None, None, None, None]
 
 
 def test_the_likeliest_choice_counts_in_all_and_per_character():
     rows = [zeroshot.Row('x', [' ab', ' abcd'], 1), zeroshot.Row('x', [' ab', ' cd'], 0),
             zeroshot.Row('x', [' a', ' b'], 1), zeroshot.Row('x', [' ab', ' cd'], 1)]
-    log_p = [-2.0, -3.0, -1.0, -1.0, -4.0, -1.0, -1.0, -5.0]  # per character: right, tie, right, wrong
+    log_p = [-2.0, -3.9, -1.0, -1.0, -4.0, -1.0, -1.0, -5.0]  # per character: right, tie, right, wrong
     numbers = zeroshot.score(rows, [(p, False) for p in log_p])
     assert numbers['accuracy'] == {'value': 0.5, 'standard error': pytest.approx(0.25), 'note': 'chance'}
     assert numbers['normalised'] == {'value': 0.75, 'standard error': pytest.approx((0.75 * 0.25 / 4) ** 0.5),
