@@ -164,19 +164,24 @@ class CYB(GPT):
         with torch.autocast(y.device.type, enabled=False):
             return self.dont_know(y.to(self.dont_know.weight.dtype))[..., 0]
 
+    def predictions(self, x):
+        """The last block's output in all slots of a token, (..., W, C) -> log sum_i Pr(S=i) p_i (..., V), the
+        distribution of its answer over them; TBYS: the logits of the last slot."""
+        if self.config.objective == 'tbys':
+            return self.logits(x[..., -1, :])
+        z = self.logits(x)  # (..., W, V)
+        k = self.dont_know_logit(self.ln_f(x))  # (..., W)
+        stops = stop_log_probs(z.logsumexp(dim=-1) - k, self.omega)
+        return (z.log_softmax(dim=-1) + stops[..., None]).logsumexp(dim=-2)
+
     def forward(self, idx, targets=None, pad=None):
-        """As GPT.forward. The predictions are log sum_i Pr(S=i) p_i, the distribution of the answer over all
-        slots. In training mode the loss is discounted by gamma; else it is their negative log-likelihood, so
-        that runs compare."""
+        """As GPT.forward, with the predictions above. In training mode the loss is discounted by gamma; else it is
+        their negative log-likelihood, so that runs compare."""
         x = self.every_slot(idx, pad)  # (B,T,W,C)
-        if self.config.objective == 'tbys':  # the last slot alone
-            x = x[:, :, -1]
-            return (self.logits(x), None) if targets is None else (None, mean_nll(self.nll(x, targets), targets))
         if targets is None:
-            z = self.logits(x)  # (B,T,W,V)
-            k = self.dont_know_logit(self.ln_f(x))  # (B,T,W)
-            stops = stop_log_probs(z.logsumexp(dim=-1) - k, self.omega)
-            return (z.log_softmax(dim=-1) + stops[..., None]).logsumexp(dim=2), None
+            return self.predictions(x), None
+        if self.config.objective == 'tbys':  # the last slot alone
+            return None, mean_nll(self.nll(x[:, :, -1], targets), targets)
         y = self.ln_f(x)
         target_logit, lse = self.target_numbers(y, targets[..., None].expand(y.shape[:-1]))  # (B,T,W) each
         gamma = self.gamma if self.training else [1.0] * self.config.W

@@ -1,6 +1,7 @@
 """The numbers of a checkpoint: python eval.py --out_dir=out/cyb_small
 
-Prints them, and writes them to a JSON file and, where matplotlib is installed, a picture beside it.
+Prints them, and writes them to a JSON file and, where matplotlib is installed, a picture beside it. With tasks,
+these are zero-shot accuracies alone: python eval.py --checkpoint=gpt2 --tasks=lambada,hellaswag,piqa,blimp
 """
 import json
 import os
@@ -11,17 +12,21 @@ import config
 import data
 from config import UserError
 from config.files import write_file
+from config.likelihood import log_likelihood
 from config.machine import set_threads
 from config.measures import MEASURES, On, losses
 from config.tables import draw, print_numbers
+from data import zeroshot
 from sample import load_settings, open_model
 from train import METHODS
 
 out_dir = 'out/run'  # the run whose checkpoint is read
 checkpoint = ''  # instead: a checkpoint's path, a run's folder, or a published model as in train.py
 dataset = ''  # the data set whose validation rows are read, empty: the one that the model was trained on
-output = ''  # where to write, without ending; empty: eval beside ckpt.pt, stage1_eval beside stage1.pt
-eval_rows = 512  # validation rows; records: as many test questions
+tasks = ''  # instead: zero-shot tasks, such as lambada,hellaswag,piqa,arc_easy,arc_challenge,blimp
+form = 'ours'  # of the tasks' texts: ours | harness (as lm-evaluation-harness has them)
+output = ''  # where to write, without ending; empty: eval or zeroshot beside ckpt.pt, stage1_eval beside stage1.pt
+eval_rows = 512  # validation rows; records: as many test questions; tasks: rows of each file
 slow_rows = 32  # of these, how many are read token by token where a measure needs that
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 beside = ''  # records: other runs or checkpoints, separated by commas, that answer the same questions in turn
@@ -31,14 +36,84 @@ device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 threads = 0  # CPU threads, 0 = PyTorch's choice
 
 
+def output_path(path, saved, kind):
+    """Where the results for a checkpoint go, without ending."""
+    stem = os.path.splitext(path.rstrip('/'))[0]
+    name = kind if os.path.basename(stem) == 'ckpt' else os.path.basename(stem) + '_' + kind
+    folder = os.path.dirname(path) if saved['settings'] else 'out'  # a published one's is not ours
+    target = output or os.path.join(folder, name)
+    os.makedirs(os.path.dirname(target) or '.', exist_ok=True)
+    return target
+
+
+def zero_shot(path, saved, model):
+    """Print the numbers of each task, and of each paradigm of BLiMP. The JSON file is written after each; what it
+    has of the same checkpoint, file, rows and form is not computed again."""
+    # all texts first: what is wrong with them is said before the work begins
+    tokenizer = data.Tokenizer(saved['meta']['tokenizer'])
+    plan = []
+    for name in zeroshot.files_of(tasks):
+        rows, crc32 = zeroshot.read(name, eval_rows, form)
+        ids = zeroshot.encode(tokenizer, rows, form, name)
+        plan.append(({'task': name, 'form': form, 'rows': len(rows), 'crc32': crc32}, rows, ids))
+
+    # what is there already
+    target = output_path(path, saved, 'zeroshot') + '.json'
+    about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step']}
+    earlier = config.read_json(target)
+    if any(earlier.get(key) != value for key, value in about.items()):
+        earlier = {}
+    results = earlier.get('results', [])
+
+    def keep(result):
+        results[:] = [old for old in results if (old['task'], old['form']) != (result['task'], form)] + [result]
+        write_file(target, json.dumps({**about, 'results': results}, indent=1))
+
+    print(f'{saved["method"]}, {path} at step {saved["step"]}')
+    shown = {}
+    for which, rows, (contexts, continuations) in plan:
+        result = next((old for old in results if which.items() <= old.items()), None)
+        known = ', known from before' * bool(result)
+        if not result:
+            found = log_likelihood(model, contexts, continuations, batch_size)
+            result = {**which, 'numbers': zeroshot.score(rows, found)}
+            keep(result)
+        print_task(result, known)
+        shown[which['task']] = result
+    paradigms = [result for name, result in shown.items() if name.startswith('blimp/')]
+    if len(paradigms) > 1:
+        mean = zeroshot.mean_of([result['numbers'] for result in paradigms])
+        result = {'task': 'blimp', 'form': form, 'rows': sum(result['rows'] for result in paradigms),
+                  'paradigms': len(paradigms), 'numbers': mean}
+        keep(result)
+        print_task(result, f', mean of {len(paradigms)} paradigms')
+    for word, meaning in zeroshot.MEANING.items():
+        print(f'{word}: {meaning}')
+    print(f'written to {target}')
+
+
+def print_task(result, remark):
+    print(f'{result["task"]} (form: {result["form"]}, {result["rows"]} rows{remark})')
+    for name, number in result['numbers'].items():
+        note = number['note'] and '  ' + number['note']
+        print(f'    {name:12s}{number["value"]:10.4f} ± {number["standard error"]:.4f}{note}')
+
+
 @torch.no_grad()
 def main(argv):
-    settings, *_ = load_settings(__file__, argv)
+    settings, _, given = load_settings(__file__, argv)
     globals().update(settings)
     config.check_range(settings, 'eval_rows slow_rows batch_size')
+    config.check_choice(settings, 'form', 'ours harness')
     config.check_range(settings, 'seed', 0, 2 ** 63)
     set_threads(threads)
+    for name in ('dataset', 'beside', 'n_mem') if tasks else ('form',):
+        if name in given:
+            raise UserError(f'{name} = {settings[name]!r}: has no effect with{"" if tasks else "out"} tasks')
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
+    if tasks:
+        zero_shot(path, saved, model)
+        return
     if (n_mem or beside) and saved['meta']['kind'] != 'records':
         raise UserError(f'n_mem, beside: {path} is a {saved["method"]} model, they are for models of records')
 
@@ -69,11 +144,7 @@ def main(argv):
     unit = data.UNIT[meta['kind']]
     print(title)
     print_numbers(numbers, unit)
-    stem = os.path.splitext(path.rstrip('/'))[0]
-    name_of_file = 'eval' if os.path.basename(stem) == 'ckpt' else os.path.basename(stem) + '_eval'
-    folder = os.path.dirname(path) if saved['settings'] else 'out'  # a published one's is not ours
-    target = output or os.path.join(folder, name_of_file)
-    os.makedirs(os.path.dirname(target) or '.', exist_ok=True)
+    target = output_path(path, saved, 'eval')
     about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
              'unit of loss': unit, 'model_config': saved['model_config']}
     write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))

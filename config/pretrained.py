@@ -217,7 +217,7 @@ def read_folder(folder):
     if family.startswith('gemma3'):  # it divides q.k by a number of its own, where we divide by sqrt(D)
         for name in [name for name in state if name.endswith('q_norm.weight')]:
             state[name] *= (config.head_width / c.get('query_pre_attn_scalar', 256)) ** 0.5
-    spec = published_spec(folder, c.get('eos_token_id'))
+    spec = published_spec(folder, c.get('eos_token_id'), c.get('bos_token_id'))
     tokens = Tokenizer(spec).text
     if tokens.n > config.vocab_size:  # Gemma 3 1B: one for pictures, which this model never sees
         if not {*range(config.vocab_size, tokens.n)} <= {*getattr(tokens, 'special', ())}:

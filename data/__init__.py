@@ -4,10 +4,14 @@ data/<name>/prepare.py makes one, and --dataset=path/to/my.txt one of your own t
 (text.py) and records (records.py). This file has what they share.
 """
 import hashlib
+import http.client
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import urllib.request
 import zlib
 from contextlib import suppress
 from itertools import groupby
@@ -50,6 +54,8 @@ class Tokenizer:
         valid = isinstance(self.begin, list) and all(type(i) is int for i in self.begin)
         if not valid or self.begin and not 0 <= min(self.begin) <= max(self.begin) < self.n_text:
             raise UserError(f'the tokenizer is damaged: begin = {self.begin!r}: expected a list of ids')
+        bos = spec.get('bos')  # a published model's token of this name, where no document opens with one
+        self.bos = bos if type(bos) is int and 0 <= bos < self.n_text else None
         names = distinct_texts('special', spec.get('special', []), 100)
         self.special = {name: self.n_text + i for i, name in enumerate(names)}
         self.vocab_size = self.n_text + len(names)
@@ -130,6 +136,19 @@ def read_text(path):
         raise UserError(f'{path} is not there or is not UTF-8 text ({e})') from e
 
 
+def download(url):
+    """The file at an address, as a temporary one to read bytes from. Raises UserError."""
+    print(f'downloading {url}', flush=True)
+    try:
+        file = tempfile.TemporaryFile()
+        with urllib.request.urlopen(url, timeout=60) as response:
+            shutil.copyfileobj(response, file)
+    except (OSError, http.client.HTTPException) as e:
+        raise UserError(f'{url} cannot be read ({e}): give a folder that has the files with --input=DIR') from e
+    file.seek(0)
+    return file
+
+
 def is_main():
     """Whether this is the first of torchrun's processes, or the only one."""
     return os.environ.get('RANK', '0') == '0'
@@ -156,8 +175,8 @@ def ensure_prepared(name, given=True):
     """Make a data set that has no meta.json, or whose text has changed: the text of a path, or a small one of
     data/ by its prepare.py. Raises UserError. given: whether the user gave the name. One out of a checkpoint
     may be anybody's: for it nothing is run or written. A prepare.py behind a path is never run."""
-    names = [d for d in sorted(os.listdir(ROOT)) if any(os.path.exists(os.path.join(ROOT, d, file))
-                                                        for file in ('prepare.py', 'meta.json'))]
+    names = [d for d in sorted(os.listdir(ROOT)) if d != 'zeroshot'  # tasks, no data set
+             and any(os.path.exists(os.path.join(ROOT, d, file)) for file in ('prepare.py', 'meta.json'))]
     if not isinstance(name, str) or not (is_path(name) or name in names):
         raise UserError(f'dataset = {name!r} is not in data/: there are {", ".join(names)}; your own text is '
                         'given by its path, such as ./my.txt')

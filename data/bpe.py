@@ -182,8 +182,9 @@ def joined(token, ranks):
     return parts
 
 
-def published_spec(folder, end):
-    """What data.Tokenizer reads of a published model's folder. end: config.json's id after a document."""
+def published_spec(folder, end, bos):
+    """What data.Tokenizer reads of a published model's folder. end: config.json's id after a document. bos: its id
+    for the beginning, which the model need not have seen there."""
     path = os.path.join(folder, 'tokenizer.json')
     parsed = read_json(path)
     if not parsed:
@@ -209,5 +210,9 @@ def published_spec(folder, end):
     if '"Strip"' in json.dumps(parsed.get('decoder')):
         raise UserError(f'{path}: a tokenizer that puts a space before each text is not supported')
     end = end[0] if isinstance(end, list) and end else end
-    known = type(end) is int and 0 <= end < json_tokens(spec).n
-    return {**spec, 'end': end} if known else spec
+    n = json_tokens(spec).n
+    if not spec['begin'] and type(bos) is int and 0 <= bos < n:
+        spec['bos'] = bos
+    if type(end) is int and 0 <= end < n:
+        spec['end'] = end
+    return spec

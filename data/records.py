@@ -3,12 +3,10 @@
 train.jsonl, val.jsonl and test.jsonl hold an object a line, {"question": text, "steps": ["7-2=5", ...], "answer":
 "5"}; meta.json says kind 'records' and names the tokenizer with its special tokens.
 """
-import http.client
 import json
 import math
 import os
 import re
-import urllib.request
 from collections import Counter, namedtuple
 from fractions import Fraction
 
@@ -17,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from config import UserError
-from data import Tokenizer, check_crc32, dataset_folder, is_main, read_text, write_dataset
+from data import Tokenizer, check_crc32, dataset_folder, download, is_main, read_text, write_dataset
 
 Encoded = namedtuple('Encoded', 'question steps answer newline')  # token ids; steps: a list of them
 Record = namedtuple('Record', 'question steps answer where')  # where: file and line, for messages
@@ -69,12 +67,11 @@ def read_source(name, folder, url):
     """Text of the source file `name`, from a folder or, where this is '', downloaded. Raises UserError."""
     if folder:
         return read_text(os.path.join(folder, name))
-    try:
-        print(f'downloading {url}', flush=True)
-        with urllib.request.urlopen(url, timeout=60) as response:
-            return response.read().decode('utf-8-sig')
-    except (OSError, UnicodeDecodeError, http.client.HTTPException) as e:
-        raise UserError(f'{url} cannot be read ({e}): give a folder that has the files with --input=DIR') from e
+    with download(url) as file:
+        try:
+            return file.read().decode('utf-8-sig')
+        except UnicodeDecodeError as e:
+            raise UserError(f'{url} is not UTF-8 text ({e}): give a folder with the files by --input=DIR') from e
 
 
 def marked_steps(text):

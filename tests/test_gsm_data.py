@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import urllib.request
 import zlib
 from collections import Counter
 from decimal import Decimal
@@ -164,7 +165,7 @@ def test_gsm8k_with_blank_lines_broken_marks_and_the_mark_before_utf8(prepare, t
 def test_a_download_that_breaks_off_is_named(prepare, monkeypatch):
     def breaks_off(url, timeout):
         raise http.client.IncompleteRead(b'half')
-    monkeypatch.setattr(records.urllib.request, 'urlopen', breaks_off)
+    monkeypatch.setattr(urllib.request, 'urlopen', breaks_off)
     with pytest.raises(UserError, match='train.jsonl cannot be read .*--input=DIR'):
         prepare('gsm8k')
 

@@ -287,6 +287,14 @@ COMMANDS = [
      'beside: ...run_gpt was not trained on records with the tokenizer of'),
     ('eval.py --out_dir={rim} --beside={out}/nowhere', 'nowhere is not there'),
     ('eval.py --out_dir={rim} --n_mem=-1', 'n_mem = -1: must be at least 1'),
+    ('eval.py --out_dir={gpt} --tasks=boolq',
+     "tasks = 'boolq': there are lambada, hellaswag, piqa, arc_easy, arc_challenge, blimp and blimp/PARADIGM"),
+    ('eval.py --out_dir={gpt} --tasks=piqa,', "tasks = '': there are lambada"),
+    ('eval.py --out_dir={gpt} --tasks=blimp/../piqa', "tasks = 'blimp/../piqa': there are lambada"),
+    ('eval.py --out_dir={gpt} --tasks=blimp/no_such', 'blimp/no_such.jsonl is missing: run python data/zero'),
+    ('eval.py --out_dir={gpt} --tasks=piqa --form=theirs', "form = 'theirs': choose ours, harness"),
+    ('eval.py --out_dir={gpt} --form=harness', "form = 'harness': has no effect without tasks"),
+    ('eval.py --out_dir={gpt} --tasks=piqa --dataset={text}', 'dataset = ...: has no effect with tasks'),
     # bench.py and the data sets' scripts
     ('bench.py --part=x', "part = 'x': choose all, train, vocabulary, generate, answer"),
     ('bench.py --rounds=0', 'rounds = 0: must be at least 1'),
@@ -298,6 +306,8 @@ COMMANDS = [
     ('data/gsm8k/prepare.py --input={out}/nowhere', 'nowhere/train.jsonl is not there or is not UTF-8 text'),
     ('data/gsm8k/prepare.py --val_row=3', "no setting 'val_row'; did you mean val_rows"),
     ('data/gsm8k_aug/prepare.py --input={out}/nowhere', 'nowhere/valid.txt is not there'),
+    ('data/zeroshot/prepare.py --input={out}/nowhere', 'nowhere\' has no file of lambada,hellaswag,piqa'),
+    ('data/zeroshot/prepare.py --tasks=mmlu', "tasks = 'mmlu': choose lambada, hellaswag"),
 ]
 
 
