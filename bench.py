@@ -124,6 +124,24 @@ def generating():
     cached, uncached = (statistics.median(t) for t in zip(*times))
     print(f'{"generating 256 tokens":32s} cached {cached:.2f} s, uncached {uncached:.2f} s, '
           f'{uncached / cached:.1f} times faster')
+    streaming()
+
+
+def streaming():
+    """Thoughtbubbles, kappa 2, after a prompt of one token: what a text of n tokens costs when it is streamed and
+    when each token rereads it."""
+    model, _ = build('thoughtbubbles', **dict(SMALL, block_size=256), rows=1)
+    print(f'{"generating n tokens":32s} {"n":>5s} {"streaming":>10s} {"rereading":>10s} {"times faster":>13s}')
+    lengths = 64, 128, 256
+    times = {}
+    for _ in range(3):
+        for n in lengths:
+            for on in (True, False):
+                taken = seconds(lambda: model.complete([[0]], n, streaming=on))
+                times.setdefault((n, on), []).append(taken)
+    for n in lengths:
+        stream, reread = (statistics.median(times[n, on]) for on in (True, False))
+        print(f'{"thoughtbubbles kappa 2":32s} {n:5d} {stream:8.2f} s {reread:8.2f} s {reread / stream:13.1f}')
 
 
 def answering():

@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import UserError, check_choice, check_range
-from model import GPT, GPTConfig, KVCache, causal_mask, mean_nll, text_start
+from model import GPT, GPTConfig, GrowingCache, causal_mask, mean_nll, text_start
 
 MIN_LOG_SCORE = -20.0  # of a single fork or keep score: else a stream might look like padding
 PAD = -1e4  # log_p of a stream that is padding: exp(PAD) is 0, so nobody attends to it and nothing updates it
@@ -72,26 +72,14 @@ def select(log_p, src, scores, limit, random=False):
     """Which streams go on after a fork step (section 3 of the paper). log_p, src: (B,S). scores (B,S,2): logits
     of fork and keep. limit: how many go on, an int, or (B,) where rows are padded. Returns parent (B,n),
     is_fork (B,n) bool and the new log_p (B,n), in stream order."""
-    candidates, rank = rank_candidates(log_p, src, scores, random)
-    chosen, log_p = best(candidates, rank, limit)
-    return chosen // 2, chosen % 2 == 0, log_p
-
-
-def rank_candidates(log_p, src, scores, random):
-    """The candidates' log_p and the rank by which they compete, (B,2S) each: stream i's copy at 2i, itself at
-    2i + 1."""
     a = F.logsigmoid(scores).clamp(min=MIN_LOG_SCORE)
-    candidates = (log_p[..., None] + a).flatten(1)  # each copy to the left of its parent
+    candidates = (log_p[..., None] + a).flatten(1)  # (B,2S): each copy to the left of its parent
     rank = torch.rand_like(candidates) if random else candidates.detach()
     rank = rank.masked_fill(~alive(log_p).repeat_interleave(2, dim=1), -math.inf)
     # each token's right-most candidate goes on always: its rank is forced, its score stays the learned one
     original = is_original(src)
     forced = torch.stack((torch.zeros_like(original), original), dim=-1).flatten(1)
-    return candidates, rank.masked_fill(forced, math.inf)
-
-
-def best(candidates, rank, limit):
-    """The `limit` candidates of the highest rank, in their order: which (B,n), and their log_p (B,n)."""
+    rank = rank.masked_fill(forced, math.inf)
     # a stable sort, not topk: at an exact tie, as of equal tokens before the first block, the earlier stream wins
     # (after a block equal tokens differ by rounding, which depends on device and batch)
     order = rank.sort(dim=1, descending=True, stable=True).indices
@@ -100,21 +88,15 @@ def best(candidates, rank, limit):
     log_p = candidates.gather(1, chosen)
     if not isinstance(limit, int):  # rows with a smaller limit are filled up with padding
         log_p = log_p.masked_fill(where >= limit[:, None], PAD)
-    return chosen, log_p
-
-
-def stream_counts(log_p, src, T):
-    """How many streams each token has: (B,T)."""
-    counts = torch.zeros(len(src), T, dtype=torch.long, device=src.device)
-    return counts.scatter_add(1, src, alive(log_p).long())
+    return chosen // 2, chosen % 2 == 0, log_p
 
 
 def stream_positions(log_p, src, T):
     """Positions (B,S): the n streams of token i sit at i-1+1/n, ..., i, evenly spaced, the original on i."""
-    n = stream_counts(log_p, src, T)
+    counts = alive(log_p).long()
+    n = torch.zeros(src.size(0), T, dtype=torch.long, device=src.device).scatter_add(1, src, counts)  # (B,T)
     before = (n.cumsum(1) - n).gather(1, src)  # streams of earlier tokens
-    place = alive(log_p).long().cumsum(1) - before
-    return src - 1 + place.to(log_p.dtype) / n.gather(1, src).clamp(min=1)
+    return src - 1 + (counts.cumsum(1) - before).to(log_p.dtype) / n.gather(1, src).clamp(min=1)
 
 
 def token_logsumexp(values, src, T):
@@ -143,21 +125,14 @@ class Fork(nn.Module):
         nn.init.normal_(self.score.weight, std=0.02)
         self.embedding = nn.Parameter(torch.randn(config.n_embd) * config.n_embd ** -0.5)
 
-    def scores(self, x):
-        """Logits of fork and keep (B,S,2) of streams x (B,S,C)."""
-        with torch.autocast(x.device.type, enabled=False):  # float32: scores multiply over layers and decide ties
-            scores = self.score(self.ln(x.to(self.score.weight.dtype)))
-        return scores + scores.new_tensor([self.config.fork_bias, self.config.keep_bias])
-
-    def spawn(self, x, parent, is_fork):
-        """The streams (B,n,C) that go on, from their parents' place among x (B,S,C)."""
-        x = x.gather(1, parent[..., None].expand(-1, -1, x.size(2)))
-        return x + is_fork[..., None] * self.embedding
-
     def forward(self, x, log_p, src, limit):
         """x (B,S,C), log_p and src (B,S) -> the same for the streams that go on."""
-        parent, is_fork, log_p = select(log_p, src, self.scores(x), limit, self.config.random_forks)
-        return self.spawn(x, parent, is_fork), log_p, src.gather(1, parent)
+        with torch.autocast(x.device.type, enabled=False):  # float32: scores multiply over layers and decide ties
+            scores = self.score(self.ln(x.to(self.score.weight.dtype)))  # (B,S,2)
+        scores = scores + scores.new_tensor([self.config.fork_bias, self.config.keep_bias])
+        parent, is_fork, log_p = select(log_p, src, scores, limit, self.config.random_forks)
+        x = x.gather(1, parent[..., None].expand(-1, -1, x.size(2)))
+        return x + is_fork[..., None] * self.embedding, log_p, src.gather(1, parent)
 
 
 class Thoughtbubbles(GPT):
@@ -166,7 +141,7 @@ class Thoughtbubbles(GPT):
         # created after the core, so that the core starts from the same weights as a plain GPT of the same seed
         self.forks = nn.ModuleDict({str(layer): Fork(config) for layer in sorted(config.fork_layers)})
         self.plain = not self.forks and config.copies == 1  # one stream per token: the plain GPT
-        self.held = []  # while streaming: per text, how many streams each token had when it was read
+        self.held = []  # of streaming: see spent
         if config.undivided_scores:
             for layer in self.layers:
                 layer.attn.score_unit = config.head_width ** 0.5
@@ -178,13 +153,11 @@ class Thoughtbubbles(GPT):
         return positions.ceil()
 
     def row_budgets(self, pad):
-        """The budget of each row, (B,); pad: bool (B,T), True = padding."""
-        return torch.tensor([self.budget(n) for n in (~pad).sum(1).tolist()], device=pad.device)
+        return torch.tensor([self.budget(n) for n in (~pad).sum(1).tolist()], device=pad.device)  # (B,)
 
     def first_streams(self, idx, pad=None, past=0):
-        """A stream per token: x (B,S,C), log_p and src (B,S) before the first block, and what to take from
-        src for positions that start at 0 with the text. past: tokens before idx (B,T); pad: bool (B,past+T).
-        Raises UserError when the row does not fit into block_size."""
+        """Before the blocks: x (B,S,C), log_p, src (B,S), and what to take from src so that positions start at 0
+        with the text. past: tokens before idx; pad (B,past+T)."""
         B, T = idx.shape
         self.check_length(past + T)
         src = torch.arange(T, device=idx.device).repeat_interleave(self.config.copies).expand(B, -1)  # (B,S)
@@ -251,22 +224,20 @@ class Thoughtbubbles(GPT):
         nll = self.nll(x, targets.gather(1, src))  # (B,S)
         return None, mean_nll(-token_logsumexp(token_weights(log_p, src, T) - nll, src, T), targets)
 
-    # --- generation: which copies survive depends on the whole text, so it is read again for every token ---
+    # --- generation: which copies survive depends on the whole text ---
 
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None,
                  use_cache=True, n_text=None, streaming=False):
-        """As GPT.generate. Every new token rereads the text under the budget of its present length. With
-        streaming it is read alone, beside what is held of the text (see Streams): much faster, and the same where
-        the budget never binds. Raises UserError also for streaming without use_cache."""
+        """As GPT.generate. The text is read again for each token, under its present budget; with streaming the
+        new token alone is read (see Streams). Raises UserError for that without use_cache."""
         if streaming and not use_cache:
-            raise UserError('streaming = True, use_cache = False: streaming lives on the cache')
-        self.held = [[None] * (len(prompt) - 1) for prompt in prompts] if streaming else []
+            raise UserError('streaming = True, use_cache = False: streaming needs the cache')
+        self.held = [[] for _ in prompts] if streaming else []
         return super().generate(prompts, max_new_tokens, temperature, top_k, top_p, stop_token,
                                 use_cache and (streaming or self.plain), n_text)
 
     def next_logits(self, idx, pad, cache):
-        """Predictions (B,V) for the next token, under the budget of the text's present length. cache: None, or
-        for streaming a list as in GPT.next_logits."""
+        """As GPT.next_logits, under the text's present budget. With a cache it is streaming."""
         if self.plain:
             return super().next_logits(idx, pad, cache)
         if cache is None:
@@ -275,12 +246,10 @@ class Thoughtbubbles(GPT):
             if not cache:
                 cache.append(Streams(self, len(idx)))
             x, log_p, src = cache[0].feed(idx, pad)
-            for row, counts in zip(self.held, stream_counts(log_p, src, idx.size(1)).tolist()):
-                read = [n for n in counts if n]  # padding has none
-                row.append(None)  # a text is one token longer, also where a slide reads more
-                row[-len(read):] = read
         # only the last token's streams are decoded, at most n at the row's end: they become those of a token 0
         last = src == idx.size(1) - 1
+        for held, n in zip(self.held, (last & alive(log_p)).sum(1).tolist()):
+            held.append(n)
         n = int(last.sum(1).max())
         log_p = log_p[:, -n:].masked_fill(~last[:, -n:], PAD)
         one_token = x[:, -n:], log_p, torch.zeros_like(src[:, -n:]), 1
@@ -291,16 +260,16 @@ class Thoughtbubbles(GPT):
     @torch.no_grad()
     def spent(self, prompts, new):
         """The streams that each token of prompts + new holds after the last block, in one pass over the last
-        block_size tokens of the finished text; None before. If the last call of generate was streaming: those
-        that each token held there when it was read, None where it was not."""
+        block_size tokens of the finished text; None before. If the last call of generate was streaming: those of
+        the prompt's last and each new token when it was read."""
         if self.plain:
             return None
+        if self.held:
+            return 'streams', [([None] * (len(p) - 1) + held + [None])[:len(p) + len(n)]
+                               for p, n, held in zip(prompts, new, self.held)]
         numbers = []
-        for row, (prompt, continuation) in enumerate(zip(prompts, new)):
+        for prompt, continuation in zip(prompts, new):
             text = list(prompt) + list(continuation)
-            if self.held:
-                numbers.append((self.held[row] + [None] * len(text))[:len(text)])
-                continue
             idx = torch.tensor([text[-self.config.block_size:]], device=self.wte.weight.device)
             streams = self.streams(idx)[2][0].bincount(minlength=idx.size(1)).tolist()
             numbers.append([None] * (len(text) - len(streams)) + streams)
@@ -321,43 +290,42 @@ class Thoughtbubbles(GPT):
 
 # --- machinery for streaming generation: skip it at first ---
 
-class StreamCache(KVCache):
-    """A KVCache that can give up columns."""
-    index = None  # which token each column belongs to; for local_layers alone
+def held_columns(rank):
+    """rank (B,m) -> the columns (B,n) of what is held, in order; then others, where a row holds less."""
+    out = rank == -math.inf
+    return out.long().argsort(dim=1, stable=True)[:, :int((~out).sum(dim=1).max())]
 
+
+class StreamCache(GrowingCache):
     def keep(self, columns):
-        """Go on with the columns (B,n) alone, in this order."""
-        n = columns.size(1)
-        for kept in (self.k, self.v):
-            where = columns[:, None, :, None].expand(-1, kept.size(1), -1, kept.size(3))
-            kept[:, :, :n] = kept.gather(2, where)
-        if self.index is not None:
+        """Give up all but columns (B,n)."""
+        where = columns[:, None, :, None].expand(-1, self.k.size(1), -1, self.k.size(3))
+        self.k, self.v = self.k.gather(2, where), self.v.gather(2, where)
+        self.length = columns.size(1)
+        if hasattr(self, 'index'):
             self.index = self.index.gather(1, columns)
-        self.length = n
 
 
 class Streams:
-    """A batch of texts that grow token by token. At each fork a new token's streams compete with those held so far for
-    the budget of the present length. What falls out is no longer seen from that block on, nor is what stems from it,
-    and never comes back; what it told others stays. Reading all again could revive it, and would compute every state
-    under the present budget: nothing else differs.
+    """A batch of growing texts. At a fork a new token's streams compete with those held so far for the budget of
+    the present length. What falls out, and what stems from it, is seen no more from that block on and never comes
+    back; what it told others stays. Reading all again might revive it, and computes all states under the present
+    budget: nothing else differs.
 
-    A level is what lies between two forks. It has a column per stream: rank (B,n), by which streams compete, -inf
-    where one fell out or is padding, and parent (B,n), the stream's column at the level before."""
+    Between two forks a stream is a column: of rank (B,n), by which it competes, -inf if it is out or padding, and
+    of parent (B,n), its column before the fork."""
     compact_every = 32  # tokens
 
     def __init__(self, model, rows):
         self.model = model
         self.tokens = 0  # read so far, padding included
-        most_new = self.compact_every * model.config.copies * 2 ** len(model.forks)
-        self.caches = [StreamCache(length + most_new) for length in model.row_lengths()[0]]
-        self.starts = [0, *sorted(model.config.fork_layers), model.config.n_layer]  # the levels' first blocks
+        self.caches = [StreamCache(0) for _ in model.layers]
+        self.starts = [0, *sorted(model.config.fork_layers), model.config.n_layer]  # blocks after a fork
         self.rank = [torch.empty(rows, 0, device=model.wte.weight.device) for _ in self.starts[1:]]
-        self.parent = [rank.long() for rank in self.rank]  # the first level has none
+        self.parent = [rank.long() for rank in self.rank]
 
     def feed(self, idx, pad=None):
-        """Read idx (B,T), first the prompts, then a token of each text at a time; pad: bool (B,read+T), True =
-        padding. Returns the new streams after the last block as Thoughtbubbles.streams does."""
+        """As Thoughtbubbles.streams of idx (B,T): the prompts, then one token of each at a time. pad (B,tokens+T)."""
         model = self.model
         if self.tokens and self.tokens % self.compact_every == 0:
             self.compact()
@@ -371,41 +339,39 @@ class Streams:
                 level += 1
                 x, log_p, src = self.fork(level, x, log_p, src, budget)
             if i in self.starts:
-                rank = self.rank[level]
-                mask = causal_mask(x.size(1), rank.size(1), rank == -math.inf)
+                out = self.rank[level] == -math.inf
                 positions = stream_positions(log_p, src, idx.size(1)) - offset
-                views = model.views(x, positions, mask, self.caches[i:])
+                views = model.views(x, positions, causal_mask(x.size(1), out.size(1), out), self.caches[i:])
             rope, seen = views[i in model.config.local_layers]
             key_score = log_p if model.config.attenuate_attention else None
             x = layer(x, rope, seen, key_score, log_p.exp()[..., None], self.caches[i])
         return x, log_p, src
 
     def fork(self, level, x, log_p, src, budget):
-        """As Fork.forward, beside the streams held: those that go on, with padding where other rows have more.
-        budget: of a row, an int or (B,1)."""
+        """As Fork.forward, beside what is held. budget: an int or (B,1)."""
         fork = self.model.forks[str(self.starts[level])]
         above = self.rank[level - 1]
-        fallen = (above == -math.inf).gather(1, self.parent[level])
-        held = self.rank[level].masked_fill(fallen, -math.inf)
-        candidates, rank = rank_candidates(log_p, src, fork.scores(x), fork.config.random_forks)
-        rank = torch.cat((held, rank.masked_fill(~alive(candidates), -math.inf)), dim=1)
-        place = rank.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # at a tie the earlier one wins
+        first = above.size(1) - x.size(1)  # new column
+        held = self.rank[level].masked_fill((above == -math.inf).gather(1, self.parent[level]), -math.inf)
+        x, log_p, src = fork(x, log_p, src, 2 * x.size(1))  # all candidates
+        new = torch.rand_like(log_p) if fork.config.random_forks else log_p
+        new = new.masked_fill(is_original(src), math.inf).masked_fill(~alive(log_p), -math.inf)
+        rank = torch.cat((held, new), dim=1)
+        place = rank.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # the earlier one wins a tie
         held, new = rank.masked_fill(place >= budget, -math.inf).tensor_split([held.size(1)], dim=1)
-        chosen, log_p = best(candidates, new, (new > -math.inf).sum(dim=1))
-        parent = chosen // 2
+        chosen = held_columns(new).sort(dim=1).values
         self.rank[level] = torch.cat((held, new.gather(1, chosen)), dim=1)
-        self.parent[level] = torch.cat((self.parent[level], above.size(1) - x.size(1) + parent), dim=1)
-        return fork.spawn(x, parent, chosen % 2 == 0), log_p, src.gather(1, parent)
+        self.parent[level] = torch.cat((self.parent[level], first + chosen // 2), dim=1)
+        x = x.gather(1, chosen[..., None].expand(-1, -1, x.size(2)))
+        return x, log_p.masked_fill(new == -math.inf, PAD).gather(1, chosen), src.gather(1, chosen)
 
     def compact(self):
-        """Give up the columns of what fell out. Some stay, masked, where a row holds fewer streams than another."""
+        """Give up what fell out."""
         for level, rank in enumerate(self.rank):
-            fallen = rank == -math.inf
-            order = fallen.long().argsort(dim=1, stable=True)
-            columns = order[:, :int((~fallen).sum(dim=1).max())]
+            columns = held_columns(rank)
             self.rank[level] = rank.gather(1, columns)
             if level:
                 self.parent[level] = place.gather(1, self.parent[level].gather(1, columns))
+            place = (rank > -math.inf).cumsum(dim=1).sub(1).clamp(min=0)  # where a column is now, if it is
             for cache in self.caches[self.starts[level]:self.starts[level + 1]]:
                 cache.keep(columns)
-            place = order.argsort(dim=1).clamp(max=columns.size(1) - 1)  # a column's new one, any if it fell out
