@@ -156,8 +156,8 @@ class Thoughtbubbles(GPT):
         return torch.tensor([self.budget(n) for n in (~pad).sum(1).tolist()], device=pad.device)  # (B,)
 
     def first_streams(self, idx, pad=None, past=0):
-        """Before the blocks: x (B,S,C), log_p, src (B,S), and what to take from src so that positions start at 0
-        with the text. past: tokens before idx; pad (B,past+T)."""
+        """Before the blocks: x (B,S,C), log_p, src (B,S), and what to take from src, so that positions start at
+        0 with the text. past: tokens before idx; pad (B,past+T)."""
         B, T = idx.shape
         self.check_length(past + T)
         src = torch.arange(T, device=idx.device).repeat_interleave(self.config.copies).expand(B, -1)  # (B,S)
@@ -231,13 +231,13 @@ class Thoughtbubbles(GPT):
         """As GPT.generate. The text is read again for each token, under its present budget; with streaming the
         new token alone is read (see Streams). Raises UserError for that without use_cache."""
         if streaming and not use_cache:
-            raise UserError('streaming = True, use_cache = False: streaming needs the cache')
+            raise UserError('use_cache = False: streaming = True needs the cache')
         self.held = [[] for _ in prompts] if streaming else []
         return super().generate(prompts, max_new_tokens, temperature, top_k, top_p, stop_token,
                                 use_cache and (streaming or self.plain), n_text)
 
     def next_logits(self, idx, pad, cache):
-        """As GPT.next_logits, under the text's present budget. With a cache it is streaming."""
+        """As GPT.next_logits, under the present budget; streaming where there is a cache."""
         if self.plain:
             return super().next_logits(idx, pad, cache)
         if cache is None:
@@ -299,18 +299,16 @@ def held_columns(rank):
 class StreamCache(GrowingCache):
     def keep(self, columns):
         """Give up all but columns (B,n)."""
-        where = columns[:, None, :, None].expand(-1, self.k.size(1), -1, self.k.size(3))
-        self.k, self.v = self.k.gather(2, where), self.v.gather(2, where)
+        self.k, self.v = (t.take_along_dim(columns[:, None, :, None], dim=2) for t in (self.k, self.v))
         self.length = columns.size(1)
         if hasattr(self, 'index'):
             self.index = self.index.gather(1, columns)
 
 
 class Streams:
-    """A batch of growing texts. At a fork a new token's streams compete with those held so far for the budget of
-    the present length. What falls out, and what stems from it, is seen no more from that block on and never comes
-    back; what it told others stays. Reading all again might revive it, and computes all states under the present
-    budget: nothing else differs.
+    """A batch of growing texts. At a fork a new token's streams compete with those held so far for the present
+    budget. What falls out, and what stems from it, is seen no more from that block on and never comes back; what
+    it told others stays. Reading all again might revive it and computes all anew: nothing else differs.
 
     Between two forks a stream is a column: of rank (B,n), by which it competes, -inf if it is out or padding, and
     of parent (B,n), its column before the fork."""
@@ -325,7 +323,7 @@ class Streams:
         self.parent = [rank.long() for rank in self.rank]
 
     def feed(self, idx, pad=None):
-        """As Thoughtbubbles.streams of idx (B,T): the prompts, then one token of each at a time. pad (B,tokens+T)."""
+        """As Thoughtbubbles.streams: the prompts, then a token of each at a time. pad (B,tokens+T)."""
         model = self.model
         if self.tokens and self.tokens % self.compact_every == 0:
             self.compact()
@@ -351,7 +349,7 @@ class Streams:
         """As Fork.forward, beside what is held. budget: an int or (B,1)."""
         fork = self.model.forks[str(self.starts[level])]
         above = self.rank[level - 1]
-        first = above.size(1) - x.size(1)  # new column
+        first = above.size(1) - x.size(1)  # column of x
         held = self.rank[level].masked_fill((above == -math.inf).gather(1, self.parent[level]), -math.inf)
         x, log_p, src = fork(x, log_p, src, 2 * x.size(1))  # all candidates
         new = torch.rand_like(log_p) if fork.config.random_forks else log_p
@@ -362,7 +360,7 @@ class Streams:
         chosen = held_columns(new).sort(dim=1).values
         self.rank[level] = torch.cat((held, new.gather(1, chosen)), dim=1)
         self.parent[level] = torch.cat((self.parent[level], first + chosen // 2), dim=1)
-        x = x.gather(1, chosen[..., None].expand(-1, -1, x.size(2)))
+        x = x.take_along_dim(chosen[..., None], dim=1)
         return x, log_p.masked_fill(new == -math.inf, PAD).gather(1, chosen), src.gather(1, chosen)
 
     def compact(self):
