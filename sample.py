@@ -5,8 +5,8 @@
 
 --show colours every token by what the model spent on it, streams or slots. A model trained on records answers the
 question in --prompt; --show then prints what is read after each memory block, with its probability. A training
-config in place of --out_dir, as in python sample.py config/tb_small.py, tells where its run is. Thoughtbubbles reads
-the text again for each new token; with --streaming it reads that token alone: faster, and nearly the same.
+config in place of --out_dir, as in python sample.py config/tb_small.py, tells where its run is. Thoughtbubbles
+reads the text again for each new token; with --streaming it reads that token alone: faster, and nearly the same.
 """
 import inspect
 import math
