@@ -128,20 +128,24 @@ def generating():
 
 
 def streaming():
-    """Thoughtbubbles, kappa 2, after a prompt of one token: what a text of n tokens costs when it is streamed and
-    when each token rereads it."""
+    """Thoughtbubbles, kappa 2, after a prompt of one token: n tokens when each is streamed and when each rereads
+    the text; beside them the milliseconds of one token when the text has that length."""
     model, _ = build('thoughtbubbles', **dict(SMALL, block_size=256), rows=1)
-    print(f'{"generating n tokens":32s} {"n":>5s} {"streaming":>10s} {"rereading":>10s} {"times faster":>13s}')
+    print(f'{"generating n tokens":32s} {"n":>5s} {"streaming":>10s} {"rereading":>10s} {"times x":>8s} '
+          f'{"ms a token":>11s} {"rereading":>10s} {"times x":>8s}')
     lengths = 64, 128, 256
-    times = {}
+    spans = {}  # (length, streaming or not): seconds up to it and of the 16 tokens before it
     for _ in range(3):
-        for n in lengths:
-            for on in (True, False):
-                taken = seconds(lambda: model.complete([[0]], n, streaming=on))
-                times.setdefault((n, on), []).append(taken)
+        for on in (True, False):
+            steps = model.generate([[0]], lengths[-1], streaming=on)
+            times = [seconds(lambda: next(steps)) for _ in range(lengths[-1])]
+            for n in lengths:
+                spans.setdefault((n, on), []).append((sum(times[:n]), statistics.median(times[n - 16:n])))
     for n in lengths:
-        stream, reread = (statistics.median(times[n, on]) for on in (True, False))
-        print(f'{"thoughtbubbles kappa 2":32s} {n:5d} {stream:8.2f} s {reread:8.2f} s {reread / stream:13.1f}')
+        (stream, token), (reread, reread_token) = ([statistics.median(t) for t in zip(*spans[n, on])]
+                                                   for on in (True, False))
+        print(f'{"thoughtbubbles kappa 2":32s} {n:5d} {stream:8.2f} s {reread:8.2f} s {reread / stream:8.1f} '
+              f'{token * 1e3:11.2f} {reread_token * 1e3:10.2f} {reread_token / token:8.1f}')
 
 
 def answering():

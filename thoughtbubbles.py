@@ -141,7 +141,7 @@ class Thoughtbubbles(GPT):
         # created after the core, so that the core starts from the same weights as a plain GPT of the same seed
         self.forks = nn.ModuleDict({str(layer): Fork(config) for layer in sorted(config.fork_layers)})
         self.plain = not self.forks and config.copies == 1  # one stream per token: the plain GPT
-        self.held = []  # of streaming: see spent
+        self.held = []  # see spent
         if config.undivided_scores:
             for layer in self.layers:
                 layer.attn.score_unit = config.head_width ** 0.5
@@ -246,16 +246,16 @@ class Thoughtbubbles(GPT):
             if not cache:
                 cache.append(Streams(self, len(idx)))
             x, log_p, src = cache[0].feed(idx, pad)
-        # only the last token's streams are decoded, at most n at the row's end: they become those of a token 0
+        # only the last token's streams are decoded, at most n at the row's end
         last = src == idx.size(1) - 1
         for held, n in zip(self.held, (last & alive(log_p)).sum(1).tolist()):
             held.append(n)
         n = int(last.sum(1).max())
         log_p = log_p[:, -n:].masked_fill(~last[:, -n:], PAD)
-        one_token = x[:, -n:], log_p, torch.zeros_like(src[:, -n:]), 1
         if self.config.merge == 'probs':
-            return self.merge_probs(*one_token)[:, 0]
-        return self.logits(self.merge_vectors(*one_token)[:, 0])
+            log_w = log_p.log_softmax(dim=1)
+            return (self.logits(x[:, -n:]).log_softmax(dim=-1) + log_w[..., None]).logsumexp(dim=1)
+        return self.logits(self.merge_vectors(x[:, -n:], log_p, torch.zeros_like(src[:, -n:]), 1)[:, 0])
 
     @torch.no_grad()
     def spent(self, prompts, new):
@@ -337,9 +337,9 @@ class Streams:
                 level += 1
                 x, log_p, src = self.fork(level, x, log_p, src, budget)
             if i in self.starts:
-                out = self.rank[level] == -math.inf
-                positions = stream_positions(log_p, src, idx.size(1)) - offset
-                views = model.views(x, positions, causal_mask(x.size(1), out.size(1), out), self.caches[i:])
+                out = self.rank[level] == -math.inf if level or pad is not None else None
+                mask = causal_mask(x.size(1), self.rank[level].size(1), out, x.device)
+                views = model.views(x, stream_positions(log_p, src, idx.size(1)) - offset, mask, self.caches[i:])
             rope, seen = views[i in model.config.local_layers]
             key_score = log_p if model.config.attenuate_attention else None
             x = layer(x, rope, seen, key_score, log_p.exp()[..., None], self.caches[i])
