@@ -124,6 +124,24 @@ def generating():
     cached, uncached = (statistics.median(t) for t in zip(*times))
     print(f'{"generating 256 tokens":32s} cached {cached:.2f} s, uncached {uncached:.2f} s, '
           f'{uncached / cached:.1f} times faster')
+    streaming()
+
+
+def streaming():
+    """Thoughtbubbles, kappa 2, one text: 256 tokens streamed, and each rereading the text, in turn. The seconds up
+    to a length, and the milliseconds of a token there, the median of 16."""
+    print(f'{"generating n tokens":32s} {"n":>5s} {"streaming":>10s} {"rereading":>10s} {"times x":>8s} '
+          f'{"ms a token":>11s} {"rereading":>10s} {"times x":>8s}')
+    wide = dict(n_layer=6, n_head=6, n_embd=384, fork_layers=(2, 4))
+    for name, size in [('thoughtbubbles, 128 wide', {}), ('thoughtbubbles, 384 wide', wide)]:
+        model, _ = build('thoughtbubbles', rows=1, **{**SMALL, 'block_size': 256, **size})
+        ways = [model.generate([[0]], 256, streaming=on) for on in (True, False)]
+        times = [[seconds(lambda: next(steps)) for steps in ways] for _ in range(256)]
+        for n in (64, 128, 256):
+            stream, reread = (sum(t) for t in zip(*times[:n]))
+            token, again = (1e3 * statistics.median(t) for t in zip(*times[n - 16:n]))
+            print(f'{name:32s} {n:5d} {stream:8.2f} s {reread:8.2f} s {reread / stream:8.1f} '
+                  f'{token:11.2f} {again:10.2f} {again / token:8.1f}')
 
 
 def answering():

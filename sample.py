@@ -5,7 +5,8 @@
 
 --show colours every token by what the model spent on it, streams or slots. A model trained on records answers the
 question in --prompt; --show then prints what is read after each memory block, with its probability. A training
-config in place of --out_dir, as in python sample.py config/tb_small.py, tells where its run is.
+config in place of --out_dir, as in python sample.py config/tb_small.py, tells where its run is. Thoughtbubbles
+reads the text again for each new token; with --streaming it reads that token alone: faster, and nearly the same.
 """
 import inspect
 import math
@@ -36,6 +37,7 @@ seed = 1337  # of the draws
 pace = 'model'  # Catch Your Breath: a token pauses as the model wants (model), never (first) or always (all)
 threshold = 0.5  # Catch Your Breath at temperature 0: pause where P(don't know) is above it
 skip_unused_pauses = False  # Catch Your Breath: leave pauses that no token took out of the context
+streaming = False  # Thoughtbubbles: read each new token alone; faster, but copies that fell out never come back
 n_blocks = 0  # Reasoning in Memory: memory blocks after the question, 0 = as trained
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 show = False  # colour tokens by the streams or slots that the model spent on them

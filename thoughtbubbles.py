@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import UserError, check_choice, check_range
-from model import GPT, GPTConfig, mean_nll, text_start
+from model import GPT, GPTConfig, GrowingCache, causal_mask, mean_nll, text_start
 
 MIN_LOG_SCORE = -20.0  # of a single fork or keep score: else a stream might look like padding
 PAD = -1e4  # log_p of a stream that is padding: exp(PAD) is 0, so nobody attends to it and nothing updates it
@@ -142,6 +142,7 @@ class Thoughtbubbles(GPT):
         # created after the core, so that the core starts from the same weights as a plain GPT of the same seed
         self.forks = nn.ModuleDict({str(layer): Fork(config) for layer in sorted(config.fork_layers)})
         self.plain = not self.forks and config.copies == 1  # one stream per token: the plain GPT
+        self.held = []  # see spent
         if config.undivided_scores:
             for layer in self.layers:
                 layer.attn.score_unit = config.head_width ** 0.5
@@ -152,31 +153,36 @@ class Thoughtbubbles(GPT):
     def token_index(self, positions):
         return positions.ceil()
 
-    def streams(self, idx, pad=None):
-        """Token ids (B,T) -> x (B,S,C), log_p (B,S), src (B,S) after the last block. pad: bool (B,T), True =
-        padding. Raises UserError when the row does not fit into block_size."""
-        # a stream per token
+    def row_budgets(self, pad):
+        return torch.tensor([self.budget(n) for n in (~pad).sum(1).tolist()], device=pad.device)  # (B,)
+
+    def first_streams(self, idx, pad=None, past=0):
+        """Before the blocks: x (B,S,C), log_p, src (B,S), and what to take from src, so that positions start at
+        0 with the text. past: tokens before idx; pad (B,past+T)."""
         B, T = idx.shape
-        self.check_length(T)
+        self.check_length(past + T)
         src = torch.arange(T, device=idx.device).repeat_interleave(self.config.copies).expand(B, -1)  # (B,S)
         dtype = torch.promote_types(self.wte.weight.dtype, torch.float32)
         log_p = torch.zeros(src.shape, device=idx.device, dtype=dtype)
-        offset = 0  # so that positions start at 0 with the text
+        offset = -past
         if pad is not None:
-            log_p = log_p.masked_fill(pad.gather(1, src), PAD)
-            budgets = torch.tensor([self.budget(n) for n in (~pad).sum(1).tolist()], device=idx.device)
-            offset = text_start(pad)
-        x = self.embed(idx.gather(1, src), (src - offset).clamp(min=0))
-        views = self.views(x, stream_positions(log_p, src, T) - offset)
+            log_p = log_p.masked_fill(pad.gather(1, past + src), PAD)
+            offset = text_start(pad) - past
+        return self.embed(idx.gather(1, src), (src - offset).clamp(min=0)), log_p, src, offset
 
-        # the blocks, with forks between them
+    def streams(self, idx, pad=None):
+        """Token ids (B,T) -> x (B,S,C), log_p (B,S), src (B,S) after the last block. pad: bool (B,T), True =
+        padding. Raises UserError when the row does not fit into block_size."""
+        T = idx.size(1)
+        x, log_p, src, offset = self.first_streams(idx, pad)
+        views = self.views(x, stream_positions(log_p, src, T) - offset)
         scored = pad is not None  # until the first fork every p is 1 and the block is the plain one
         for i, layer in enumerate(self.layers):
             if str(i) in self.forks:
                 if pad is None:
                     limit = min(self.budget(T), 2 * src.size(1))
                 else:  # padding goes on beside the budget
-                    limit = torch.minimum(budgets, 2 * alive(log_p).sum(1)) + pad.sum(1)
+                    limit = torch.minimum(self.row_budgets(pad), 2 * alive(log_p).sum(1)) + pad.sum(1)
                 x, log_p, src = self.forks[str(i)](x, log_p, src, limit)
                 views = self.views(x, stream_positions(log_p, src, T) - offset)
                 scored = True
@@ -194,10 +200,13 @@ class Thoughtbubbles(GPT):
         """As GPT.trunk, for merge='residual' or 'rightmost': a token's streams as one vector."""
         if self.plain:
             return super().trunk(idx, pad=pad, **plain)
-        x, log_p, src = self.streams(idx, pad, **plain)
+        return self.merge_vectors(*self.streams(idx, pad, **plain), idx.size(1))
+
+    def merge_vectors(self, x, log_p, src, T):
+        """merge='residual' or 'rightmost': streams x (B,S,C) -> one vector per token (B,T,C)."""
         weight = log_p.exp() if self.config.merge == 'residual' else is_original(src)
         x = x * weight[..., None]
-        merged = torch.zeros(*idx.shape, x.size(2), dtype=x.dtype, device=x.device)
+        merged = torch.zeros(len(x), T, x.size(2), dtype=x.dtype, device=x.device)
         return merged.scatter_add(1, src[..., None].expand_as(x), x)
 
     def merge_probs(self, x, log_p, src, T):
@@ -216,27 +225,49 @@ class Thoughtbubbles(GPT):
         nll = self.nll(x, targets.gather(1, src))  # (B,S)
         return None, mean_nll(-token_logsumexp(token_weights(log_p, src, T) - nll, src, T), targets)
 
-    # --- generation: which copies survive depends on the whole text, so it is reread at every step ---
+    # --- generation: which copies survive depends on the whole text ---
+
+    def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None,
+                 use_cache=True, n_text=None, streaming=False):
+        """As GPT.generate. The text is read again for each token, under its present budget; with streaming the
+        new token alone is read (see Streams). Raises UserError for that without use_cache."""
+        if streaming and not use_cache:
+            raise UserError('use_cache = False: streaming = True needs the cache')
+        self.held = [[] for _ in prompts] if streaming else []
+        return super().generate(prompts, max_new_tokens, temperature, top_k, top_p, stop_token,
+                                use_cache and (streaming or self.plain), n_text)
 
     def next_logits(self, idx, pad, cache):
-        """Predictions (B,V) for the next token, under the budget of the text's present length."""
+        """As GPT.next_logits, under the present budget; streaming where there is a cache."""
         if self.plain:
             return super().next_logits(idx, pad, cache)
-        if self.config.merge != 'probs':
-            return self.logits(self.trunk(idx, pad)[:, -1])
-        x, log_p, src = self.streams(idx, pad)
-        # only the last token's streams are decoded, at most n at the row's end: they become those of a token 0
+        if cache is None:
+            x, log_p, src = self.streams(idx, pad)
+        else:
+            if not cache:
+                cache.append(Streams(self, len(idx)))
+            x, log_p, src = cache[0].feed(idx, pad)
+        # only the last token's streams are decoded, at most n at the row's end
         last = src == idx.size(1) - 1
+        for held, n in zip(self.held, (last & alive(log_p)).sum(1).tolist()):
+            held.append(n)
         n = int(last.sum(1).max())
         log_p = log_p[:, -n:].masked_fill(~last[:, -n:], PAD)
-        return self.merge_probs(x[:, -n:], log_p, torch.zeros_like(src[:, -n:]), 1)[:, 0]
+        if self.config.merge == 'probs':
+            log_w = log_p.log_softmax(dim=1)
+            return (self.logits(x[:, -n:]).log_softmax(dim=-1) + log_w[..., None]).logsumexp(dim=1)
+        return self.logits(self.merge_vectors(x[:, -n:], log_p, torch.zeros_like(src[:, -n:]), 1)[:, 0])
 
     @torch.no_grad()
     def spent(self, prompts, new):
         """The streams that each token of prompts + new holds after the last block, in one pass over the last
-        block_size tokens of the finished text; None before."""
+        block_size tokens of the finished text; None before. If the last call of generate was streaming: those of
+        the prompt's last and each new token when it was read."""
         if self.plain:
             return None
+        if self.held:
+            return 'streams', [([None] * (len(p) - 1) + held + [None])[:len(p) + len(n)]
+                               for p, n, held in zip(prompts, new, self.held)]
         numbers = []
         for prompt, continuation in zip(prompts, new):
             text = list(prompt) + list(continuation)
@@ -256,3 +287,90 @@ class Thoughtbubbles(GPT):
                 S = min(self.budget(T), 2 * S)
             lengths.append(S)
         return lengths, S if self.config.merge == 'probs' else T
+
+
+# --- machinery for streaming generation: skip it at first ---
+
+def held_columns(rank):
+    """rank (B,m) -> the columns (B,n) of what is held, in order; then others, where a row holds less."""
+    out = rank == -math.inf
+    return out.long().argsort(dim=1, stable=True)[:, :int((~out).sum(dim=1).max())]
+
+
+class StreamCache(GrowingCache):
+    def keep(self, columns):
+        """Give up all but columns (B,n)."""
+        self.k, self.v = (t.take_along_dim(columns[:, None, :, None], dim=2) for t in (self.k, self.v))
+        self.length = columns.size(1)
+        if hasattr(self, 'index'):
+            self.index = self.index.gather(1, columns)
+
+
+class Streams:
+    """A batch of growing texts. At a fork a new token's streams compete with those held so far for the present
+    budget. What falls out, and what stems from it, is seen no more from that block on and never comes back; what
+    it told others stays. Reading all again might revive it and computes all anew: nothing else differs.
+
+    Between two forks a stream is a column: of rank (B,n), by which it competes, -inf if it is out or padding, and
+    of parent (B,n), its column before the fork."""
+    compact_every = 32  # tokens
+
+    def __init__(self, model, rows):
+        self.model = model
+        self.tokens = 0  # read so far, padding included
+        self.caches = [StreamCache(0) for _ in model.layers]
+        self.starts = [0, *sorted(model.config.fork_layers), model.config.n_layer]  # blocks after a fork
+        self.rank = [torch.empty(rows, 0, device=model.wte.weight.device) for _ in self.starts[1:]]
+        self.parent = [rank.long() for rank in self.rank]
+
+    def feed(self, idx, pad=None):
+        """As Thoughtbubbles.streams: the prompts, then a token of each at a time. pad (B,tokens+T)."""
+        model = self.model
+        if self.tokens and self.tokens % self.compact_every == 0:
+            self.compact()
+        x, log_p, src, offset = model.first_streams(idx, pad, self.tokens)
+        self.tokens += idx.size(1)
+        budget = model.budget(self.tokens) if pad is None else model.row_budgets(pad)[:, None]
+        level = 0
+        self.rank[0] = torch.cat((self.rank[0], log_p.masked_fill(~alive(log_p), -math.inf)), dim=1)
+        for i, layer in enumerate(model.layers):
+            if str(i) in model.forks:
+                level += 1
+                x, log_p, src = self.fork(level, x, log_p, src, budget)
+            if i in self.starts:
+                out = self.rank[level] == -math.inf if level or pad is not None else None
+                mask = causal_mask(x.size(1), self.rank[level].size(1), out, x.device)
+                views = model.views(x, stream_positions(log_p, src, idx.size(1)) - offset, mask, self.caches[i:])
+            rope, seen = views[i in model.config.local_layers]
+            key_score = log_p if model.config.attenuate_attention else None
+            x = layer(x, rope, seen, key_score, log_p.exp()[..., None], self.caches[i])
+        return x, log_p, src
+
+    def fork(self, level, x, log_p, src, budget):
+        """As Fork.forward, beside what is held. budget: an int or (B,1)."""
+        fork = self.model.forks[str(self.starts[level])]
+        above = self.rank[level - 1]
+        first = above.size(1) - x.size(1)  # column of x
+        held = self.rank[level].masked_fill((above == -math.inf).gather(1, self.parent[level]), -math.inf)
+        x, log_p, src = fork(x, log_p, src, 2 * x.size(1))  # all candidates
+        new = torch.rand_like(log_p) if fork.config.random_forks else log_p
+        new = new.masked_fill(is_original(src), math.inf).masked_fill(~alive(log_p), -math.inf)
+        rank = torch.cat((held, new), dim=1)
+        place = rank.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # the earlier one wins a tie
+        held, new = rank.masked_fill(place >= budget, -math.inf).tensor_split([held.size(1)], dim=1)
+        chosen = held_columns(new).sort(dim=1).values
+        self.rank[level] = torch.cat((held, new.gather(1, chosen)), dim=1)
+        self.parent[level] = torch.cat((self.parent[level], first + chosen // 2), dim=1)
+        x = x.take_along_dim(chosen[..., None], dim=1)
+        return x, log_p.masked_fill(new == -math.inf, PAD).gather(1, chosen), src.gather(1, chosen)
+
+    def compact(self):
+        """Give up what fell out."""
+        for level, rank in enumerate(self.rank):
+            columns = held_columns(rank)
+            self.rank[level] = rank.gather(1, columns)
+            if level:
+                self.parent[level] = place.gather(1, self.parent[level].gather(1, columns))
+            place = (rank > -math.inf).cumsum(dim=1).sub(1).clamp(min=0)  # where a column is now, if it is
+            for cache in self.caches[self.starts[level]:self.starts[level + 1]]:
+                cache.keep(columns)

@@ -45,16 +45,20 @@ def loss_of(model, rows):
 
 def prefixes(model, on):
     """Which copies survive may depend on later tokens. What that is worth: the loss when every token is predicted
-    from a row that ends before it, as in generation, against one pass over the whole row."""
-    total, count = 0.0, 0
+    from a row that ends before it, as in generation, and by streaming, against one pass over the whole row."""
+    prefixes = streaming = count = 0
     for idx, targets in on.slow:
+        cache = []
         for t in progress(range(idx.size(1)), 'prefixes'):
             logits = model.next_logits(idx[:, :t + 1], None, None)
-            total += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
+            prefixes += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
+            logits = model.next_logits(idx[:, t:t + 1], None, cache)
+            streaming += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
         count += targets.numel()
     n, loss = loss_of(model, on.slow).values()
-    return {'slow rows': n, 'loss in one pass': loss, 'loss by prefixes': total / count,
-            'perplexity in one pass': perplexity(loss), 'perplexity by prefixes': perplexity(total / count)}
+    numbers = {'in one pass': loss, 'by prefixes': prefixes / count, 'by streaming': streaming / count}
+    return {'slow rows': n, **{f'loss {how}': nats for how, nats in numbers.items()},
+            **{f'perplexity {how}': perplexity(nats) for how, nats in numbers.items()}}
 
 
 def slot_numbers(model, idx, targets):

@@ -7,6 +7,7 @@ tests demand the same numbers, to about 1e-10, of the product, which reads padde
 
     the core               norm, rotated, attention, block, plain_gpt, logits         what every method stands on
     Thoughtbubbles         thoughtbubbles, forked                                     arXiv 2510.00219
+                           streamed                                                   not in the paper
     Catch Your Breath      stopping, breath_loss, breath_slots, breath_text           arXiv 2510.13879
     Reasoning in Memory    memory, readout_logits, answer_by_rereading                arXiv 2605.30343
 
@@ -15,6 +16,7 @@ width D, V vocabulary, W slots of a token. `visible` is a function: visible(i, j
 """
 import itertools
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -99,44 +101,95 @@ def thoughtbubbles(model, tokens, detach=()):
         if number in c.fork_layers:
             streams = forked(model.forks[str(number)], streams, math.ceil(c.kappa * len(tokens)))
 
-        positions = []  # the n streams of token i sit at i-1+1/n, ..., i
-        for at, (_, _, src) in enumerate(streams):
-            siblings = [j for j, stream in enumerate(streams) if stream[2] == src]
-            positions.append(src - 1 + (siblings.index(at) + 1) / len(siblings))
-
         def score(use):
             log_p = torch.stack([stream[1] for stream in streams])
             return log_p.detach() if use in detach else log_p
         dims = float(c.attenuate_attention)  # the ablation: attention without scores
-        x = block(layer, torch.stack([stream[0] for stream in streams]), positions, lambda i, j: j <= i,
+        x = block(layer, torch.stack([stream[0] for stream in streams]), positions_of(streams), lambda i, j: j <= i,
                   dims * score('logits'), dims * score('values'), score('attention update'), score('mlp update'))
         streams = [(x[i], log_p, src) for i, (_, log_p, src) in enumerate(streams)]
 
-    predictions = []
-    for token in range(len(tokens)):
-        own = [stream for stream in streams if stream[2] == token]
-        p = torch.stack([log_p.detach() if 'merge' in detach else log_p for _, log_p, _ in own]).exp()
-        if c.merge == 'probs':  # every stream predicts; the average of the predictions counts
-            each = [logits(model, x).softmax(0) for x, _, _ in own]
-            predictions.append(sum(w * q for w, q in zip(p / p.sum(), each)))
-        elif c.merge == 'residual':  # one vector predicts, the sum of the streams
-            predictions.append(logits(model, sum(w * x for w, (x, _, _) in zip(p, own))).softmax(0))
-        else:  # 'rightmost', an ablation: the original alone
-            predictions.append(logits(model, own[-1][0]).softmax(0))
-    return torch.stack(predictions).log()
+    return torch.stack([merged(model, streams, token, 'merge' in detach) for token in range(len(tokens))]).log()
+
+
+def positions_of(streams):
+    """The n streams of token i sit at i-1+1/n, ..., i."""
+    positions = []
+    for at, (_, _, src) in enumerate(streams):
+        siblings = [j for j, stream in enumerate(streams) if stream[2] == src]
+        positions.append(src - 1 + (siblings.index(at) + 1) / len(siblings))
+    return positions
+
+
+def merged(model, streams, token, detach=False):
+    """What the token's streams predict together: probabilities (V)."""
+    own = [stream for stream in streams if stream[2] == token]
+    p = torch.stack([log_p.detach() if detach else log_p for _, log_p, _ in own]).exp()
+    if model.config.merge == 'probs':  # every stream predicts; the average of the predictions counts
+        each = [logits(model, x).softmax(0) for x, _, _ in own]
+        return sum(w * q for w, q in zip(p / p.sum(), each))
+    if model.config.merge == 'residual':  # one vector predicts, the sum of the streams
+        return logits(model, sum(w * x for w, (x, _, _) in zip(p, own))).softmax(0)
+    return logits(model, own[-1][0]).softmax(0)  # 'rightmost', an ablation: the original alone
 
 
 def forked(fork, streams, budget):
     """The fork step: every stream may put a copy on its left; the `budget` best go on, in their order."""
-    candidates = []  # (stream, whether it goes on whatever its score)
+    both = candidates(fork, streams)
+    best_first = sorted(range(len(both)), key=lambda i: (not both[i][1], -both[i][0][1].item()))
+    return [both[i][0] for i in sorted(best_first[:budget])]
+
+
+def candidates(fork, streams):
+    """Each stream's copy and the stream itself: (stream, whether it goes on whatever its score)."""
+    both = []
     for i, (x, log_p, src) in enumerate(streams):
         z = fork.score.weight @ norm(fork.ln, x)  # logits of fork and keep
         a_fork, a_keep = (-torch.log(1 + torch.exp(-logit)) for logit in (z[0], z[1] + fork.config.keep_bias))
         original = i + 1 == len(streams) or streams[i + 1][2] != src  # the right-most stream of its token
-        candidates.append(((x + fork.embedding, log_p + a_fork.clamp(min=-20), src), False))
-        candidates.append(((x, log_p + a_keep.clamp(min=-20), src), original))
-    best_first = sorted(range(len(candidates)), key=lambda i: (not candidates[i][1], -candidates[i][0][1].item()))
-    return [candidates[i][0] for i in sorted(best_first[:budget])]
+        both.append(((x + fork.embedding, log_p + a_fork.clamp(min=-20), src), False))
+        both.append(((x, log_p + a_keep.clamp(min=-20), src), original))
+    return both
+
+
+def streamed(model, tokens, prompt):
+    """Log-probabilities of what follows the first `prompt` tokens, which are read at once, and of what follows each
+    further token, which is read alone: (T - prompt + 1, V).
+
+    At a fork the new candidates and the streams held so far compete for ceil(kappa t) places, t being the length of
+    the text so far. Whatever falls out, and whatever stems from it, is no longer seen. No stream is computed twice:
+    each block knows all streams as they once entered it, with their positions of that time and with their life, of
+    which each fork begins a new one.
+    """
+    c = model.config
+    known = [[] for _ in model.layers]  # per block: (x, log_p, src, position, life)
+
+    def lives(life):
+        return life is None or not life.ended and lives(life.parent)
+    predictions = []
+    for t in range(prompt, len(tokens) + 1):
+        new = range(0 if t == prompt else t - 1, t)
+        streams = [(model.wte.weight[tokens[i]], torch.zeros((), dtype=torch.float64), i)
+                   for i in new for _ in range(c.copies)]
+        own = [None] * len(streams)  # their lives
+        for number, layer in enumerate(model.layers):
+            if number in c.fork_layers:
+                both = candidates(model.forks[str(number)], streams)
+                born = [SimpleNamespace(parent=own[i // 2], ended=False, rank=(not forced, -stream[1].item()))
+                        for i, (stream, forced) in enumerate(both)]
+                rivals = [life for *_, life in known[number] if lives(life)] + born
+                for life in sorted(rivals, key=lambda life: life.rank)[math.ceil(c.kappa * t):]:
+                    life.ended = True
+                streams = [stream for (stream, _), life in zip(both, born) if not life.ended]
+                own = [life for life in born if not life.ended]
+            known[number] += [(*stream, at, life) for stream, at, life in zip(streams, positions_of(streams), own)]
+            x, log_p, _, positions, _ = zip(*(entry for entry in known[number] if lives(entry[-1])))
+            score = torch.stack(log_p)
+            dims = float(c.attenuate_attention)
+            x = block(layer, torch.stack(x), positions, lambda i, j: j <= i, dims * score, dims * score, score, score)
+            streams = [(x[i - len(streams)], log_p, src) for i, (_, log_p, src) in enumerate(streams)]
+        predictions.append(merged(model, streams, t - 1))
+    return torch.stack(predictions).log()
 
 
 # --- Catch Your Breath ---

@@ -65,6 +65,11 @@ def test_prefixes_are_scored_one_by_one(numbers):
            for row, answers in zip(idx[:3], targets[:3]) for t, target in enumerate(answers)]
     assert got['loss by prefixes'] == pytest.approx(sum(nll) / len(nll), rel=1e-5)
     assert got['loss in one pass'] == pytest.approx(model(idx[:3], targets[:3])[1].item(), rel=1e-5)
+    with torch.no_grad():
+        cache = []
+        streamed = [model.next_logits(idx[:3, t:t + 1], None, cache).gather(1, targets[:3, t:t + 1]) for t in range(16)]
+    assert got['loss by streaming'] == pytest.approx(-torch.cat(streamed).mean().item(), rel=1e-5)
+    assert got['perplexity by streaming'] == pytest.approx(math.exp(got['loss by streaming']), rel=1e-5)
     assert got['loss by prefixes'] != pytest.approx(got['loss in one pass'], rel=1e-5)
 
 

@@ -11,7 +11,7 @@ import reference
 from config import UserError
 from config.machine import flops_per_token
 from model import GPT, GPTConfig, left_pad
-from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig, alive, select, stream_positions
+from thoughtbubbles import Streams, Thoughtbubbles, ThoughtbubblesConfig, alive, select, stream_positions
 
 SIZE = dict(vocab_size=11, block_size=16, n_layer=3, n_head=2, n_embd=16)
 MERGES = ['probs', 'residual', 'rightmost']
@@ -249,6 +249,121 @@ def test_flops_follow_the_streams():
     head = gpt.lm_head.weight.numel()
     by_hand = sum(6 * blocks * S + 12 * 16 * S * S for S in (16, 32, 32)) + 6 * head * 32
     assert flops_per_token(kappa2) == by_hand / 16
+
+
+# --- streaming ---
+
+def stream(model, rows, prompts):
+    """Log-probabilities (B,steps,V) after the prompts, the first tokens of each row, and after each further token."""
+    cache, steps = [], []
+    for extra in range(min(len(row) - n for row, n in zip(rows, prompts)) + 1):
+        idx, pad = left_pad([row[:n + extra] for row, n in zip(rows, prompts)], 'cpu')
+        with torch.no_grad():
+            steps.append(model.next_logits(idx[:, -1:] if extra else idx, pad, cache).log_softmax(-1))
+    return torch.stack(steps, dim=1)
+
+
+@pytest.mark.parametrize('settings', [
+    *(dict(merge=merge) for merge in MERGES), dict(kappa=8.0, fork_layers=(0, 1, 2)), dict(kappa=8.0, copies=2),
+    dict(fork_layers=(), copies=2), dict(attenuate_attention=False), dict(random_forks=True),
+    dict(learned_positions=True), dict(undivided_scores=True, keep_bias=14.0, fork_bias=-14.0),
+    dict(local_layers=(0, 2), window=3, n_kv_head=1, bias=True, rms_norm=True)], ids=str)
+def test_streaming_equals_recomputation_where_the_budget_never_binds(settings, monkeypatch):
+    monkeypatch.setattr(Streams, 'compact_every', 3)
+    model = bubbles(**{'kappa': 4.0, **settings})
+    rows, prompts = [torch.randint(11, (n + 8,)).tolist() for n in (5, 8, 1)], (5, 8, 1)
+    alone = torch.stack([torch.stack([model.next_logits(torch.tensor([row[:n + extra]]), None, None)[0]
+                                      for extra in range(9)]) for row, n in zip(rows, prompts)]).log_softmax(-1)
+    assert (stream(model, rows, prompts) - alone).abs().max() < 1e-10
+    assert (stream(model.float(), rows, prompts) - alone).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize('settings', [
+    *(dict(merge=merge) for merge in MERGES), dict(kappa=1.1), dict(kappa=2.0, fork_layers=(0, 1, 2)),
+    dict(attenuate_attention=False), dict(copies=2, kappa=2.5, keep_bias=1.5)], ids=str)
+@torch.no_grad()
+def test_streaming_equals_its_plain_rendering_where_the_budget_binds(settings, monkeypatch):
+    monkeypatch.setattr(Streams, 'compact_every', 4)
+    model = bubbles(**{'kappa': 1.5, **settings})
+    row = torch.randint(11, (12,)).tolist()
+    for prompt in (1, 5):
+        expected = reference.streamed(model, row, prompt)
+        assert (stream(model, [row], [prompt])[0] - expected).abs().max() < 1e-9
+    # the budget binds: what fell out makes a difference to recomputation
+    again = torch.stack([log_probs(model, torch.tensor([row[:n]]))[0, -1] for n in range(5, 13)])
+    assert (again[0] - expected[0]).abs().max() < 1e-9  # the prompt is read in one pass
+    assert (again - expected).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize('settings', [dict(), dict(fork_layers=(0, 1, 2), merge='residual'), dict(copies=2)], ids=str)
+def test_rows_of_a_batch_stream_as_if_alone(settings):
+    model = bubbles(**{'kappa': 1.5, **settings})
+    rows, prompts = [torch.randint(11, (n + 8,)).tolist() for n in (5, 8, 1)], (5, 8, 1)
+    together = stream(model, rows, prompts)
+    for row, n, got in zip(rows, prompts, together):
+        assert (stream(model, [row], [n])[0] - got).abs().max() < 1e-9
+    texts = [row[:n] for row, n in zip(rows, prompts)]
+    generated = model.complete(texts, 18, temperature=0, streaming=True)  # past block_size
+    assert generated == [model.complete([text], 18, temperature=0, streaming=True)[0] for text in texts]
+
+
+def test_a_slide_reads_the_window_anew():
+    model = bubbles(kappa=4.0)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 1], list(range(11)) * 2]  # the last one is longer than block_size
+    assert model.complete(prompts, 30, temperature=0, streaming=True) == model.complete(prompts, 30, temperature=0)
+
+
+def test_compaction_changes_nothing_but_the_size_of_the_caches(monkeypatch):
+    model = bubbles(kappa=1.2, fork_layers=(0, 1, 2), block_size=30)
+    rows = torch.randint(11, (2, 30)).tolist()
+    expected, sizes = None, []
+    for every in (1, 5, 100):
+        monkeypatch.setattr(Streams, 'compact_every', every)
+        got = stream(model, rows, (3, 1))
+        expected = got if expected is None else expected
+        assert (got - expected).abs().max() < 1e-12
+        held = Streams(model, 1)
+        for token in rows[0]:
+            held.feed(torch.tensor([[token]]))
+        sizes.append(held.caches[2].length)
+        assert [int((rank > -math.inf).sum()) for rank in held.rank] == [30, 36, 36, 36]  # 1.2 * 30
+    assert 36 <= sizes[0] < sizes[1] < sizes[2] and sizes[0] <= 36 + 8
+
+
+def test_random_forks_stream_within_the_budget():
+    model = bubbles(kappa=1.5, random_forks=True)
+    held = Streams(model, 2)
+    for tokens in torch.randint(11, (2, 16)).split([4] + [1] * 12, dim=1):
+        held.feed(tokens)
+    assert [(rank > -math.inf).sum(1).tolist() for rank in held.rank[1:]] == [[24, 24]] * 2
+    assert all((rank == math.inf).sum(1).tolist() == [16, 16] for rank in held.rank[1:])  # the originals
+
+
+def test_streaming_in_half_precision_is_near_recomputation():
+    model = Thoughtbubbles(ThoughtbubblesConfig(**SIZE, kappa=4.0))
+    row = torch.randint(11, (12,)).tolist()
+    exact = stream(model, [row], [4])
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        got = stream(model, [row], [4])
+    assert got.dtype == torch.float32 and (got - exact).abs().max() < 0.05
+
+
+def test_streaming_tells_what_was_held_while_generating():
+    model = bubbles(kappa=1.5)
+    prompts = [[1, 2, 3, 4], [5]]
+    new = model.complete(prompts, 20, temperature=0, streaming=True)  # past block_size
+    unit, held = model.spent(prompts, new)
+    assert unit == 'streams' and [len(row) for row in held] == [24, 21]
+    assert held[0][:3] == [None] * 3 and held[0][-1] is None and all(1 <= n <= 4 for n in held[0][3:-1])
+    first = Streams(model, 1)
+    _, _, src = first.feed(torch.tensor([prompts[0]]))
+    assert held[0][3] == int((src == 3).sum())
+    for n, token in zip(held[0][4:], new[0][:12]):
+        assert first.feed(torch.tensor([[token]]))[0].size(1) == n
+    model.complete(prompts, 2)
+    assert None not in model.spent([[1, 2]], [[3]])[1][0]  # no longer what was held, but one pass
+    with pytest.raises(UserError, match='use_cache = False: streaming'):
+        model.complete(prompts, 2, streaming=True, use_cache=False)
 
 
 @pytest.mark.parametrize('settings, named', [

@@ -330,6 +330,9 @@ def test_sampling_shows_streams_as_numbers_or_colours(trained, capsys, monkeypat
     counts = [int(n) for n in re.findall(r"':(\d+)", numbers)]
     assert len(counts) == 6 + 8 and sum(counts) == 2 * 14  # kappa = 2
     assert 'streams per token: ' in numbers and 'mean streams per token: 2.00' in numbers and '\033' not in numbers
+    # streaming: what the prompt's last and the new tokens held while generating; the last one was never read
+    counts = re.findall(r"':(\d+|-)", text_of(capsys, *arguments, '--streaming'))
+    assert counts[:5] == ['-'] * 5 and counts[-1] == '-' and all(1 <= int(n) <= 4 for n in counts[5:-1])
     monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
     coloured = text_of(capsys, *arguments)
     assert 'mean 2.00' in coloured
