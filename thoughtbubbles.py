@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import UserError, check_choice, check_range
-from model import GPT, GPTConfig, GrowingCache, causal_mask, mean_nll, text_start
+from model import GPT, GPTConfig, KVCache, causal_mask, mean_nll, text_start
 
 MIN_LOG_SCORE = -20.0  # of a single fork or keep score: else a stream might look like padding
 PAD = -1e4  # log_p of a stream that is padding: exp(PAD) is 0, so nobody attends to it and nothing updates it
@@ -297,7 +297,7 @@ def held_columns(rank):
     return out.long().argsort(dim=1, stable=True)[:, :int((~out).sum(dim=1).max())]
 
 
-class StreamCache(GrowingCache):
+class StreamCache(KVCache):
     def keep(self, columns):
         """Give up all but columns (B,n)."""
         self.k, self.v = (t.take_along_dim(columns[:, None, :, None], dim=2) for t in (self.k, self.v))
@@ -318,7 +318,7 @@ class Streams:
     def __init__(self, model, rows):
         self.model = model
         self.tokens = 0  # read so far, padding included
-        self.caches = [StreamCache(0) for _ in model.layers]
+        self.caches = [StreamCache() for _ in model.layers]
         self.starts = [0, *sorted(model.config.fork_layers), model.config.n_layer]  # blocks after a fork
         self.rank = [torch.empty(rows, 0, device=model.wte.weight.device) for _ in self.starts[1:]]
         self.parent = [rank.long() for rank in self.rank]
