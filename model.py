@@ -196,7 +196,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         D = config.head_width
         self.heads = config.n_head, config.kv_heads, config.kv_heads  # of q, k, v
-        self.score_unit = 1.0  # of log_p beside q.k
+        self.score_unit = self.value_unit = 1.0  # of log_p beside q.k, and in p * v
         self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * D, bias=config.bias)
         self.c_proj = nn.Linear(config.n_head * D, config.n_embd, bias=config.bias)
         self.q_norm = norm(config, D, config.qk_norm)
@@ -217,7 +217,7 @@ class CausalSelfAttention(nn.Module):
             # the score rides in one more channel, q.1 * k.log_p: a bias would be (B,H,S,S) and rule out the fused
             # causal kernel, which wants equal widths, on CUDA multiples of 8: v grows along
             more = 8 - D % 8 if x.is_cuda else 1
-            v = v * log_p.exp()[:, None, :, None].to(v.dtype)
+            v = v * (self.value_unit * log_p).exp()[:, None, :, None].to(v.dtype)
             channel = F.pad(log_p[:, None, :, None], (0, more - 1)).expand(B, k.size(1), S, more)
             q = F.pad(q, (0, more), value=self.score_unit)
             k = torch.cat((k, channel.to(k.dtype)), dim=-1)
@@ -226,7 +226,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(k, v)
         if mask is None:
             mask = causal_mask(S, k.size(2), device=x.device)
-        if q.is_cuda and mask is not None:  # the kernel that takes a mask there wants equally many heads
+        if q.is_cuda and mask is not None:  # its kernel with a mask wants equally many heads
             k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
         causal = mask is None and (cache is None or S > 1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal,
@@ -388,7 +388,7 @@ class GPT(nn.Module):
         if config.tie_weights:
             self.lm_head.weight = self.wte.weight
         self.apply(self._init_weights)
-        for name, p in self.named_parameters():  # GPT-2: keep the residual stream's variance level over depth
+        for name, p in self.named_parameters():  # GPT-2: keep the residual stream's variance level
             if name.endswith('c_proj.weight'):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
         if config.lora_rank:  # what a method adds to the core is trained as well
@@ -550,7 +550,7 @@ class GPT(nn.Module):
                 logits = self.next_logits(idx, pad, cache)
                 new = sample_token(logits[:, :n_text], temperature, top_k, top_p).tolist()
                 for row, token in zip(rows, new):
-                    row.append(token)  # an ended row is fed as well, but not shown
+                    row.append(token)  # an ended row is fed too, but not shown
                 yield [None if over else token for token, over in zip(new, ended)]
                 ended = [over or token == stop_token for token, over in zip(new, ended)]
                 if all(ended):
