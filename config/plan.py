@@ -25,35 +25,39 @@ KILLED_AFTER = 30  # seconds that torchrun leaves for the last save
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive. PyTorch's own MemTracker says the same, but takes minutes
-    for a deep model: each operation updates the statistics of every module."""
+    """Notes the bytes of all tensors that are alive after each operation. PyTorch's own MemTracker counts them too,
+    but takes minutes for a deep model: each operation updates the statistics of every module."""
 
     def __init__(self):
         super().__init__()
         self.known = WeakIdKeyDictionary()  # storages
         self.held = 0
-        self.peak = 0
+        self.gradients = 0  # of these: of parameters
+        self.history = []  # (held, gradients)
 
     def add(self, tensor):
         storage = tensor.untyped_storage()
         if storage not in self.known:
             self.known[storage] = storage.nbytes()
             self.held += storage.nbytes()
-            self.peak = max(self.peak, self.held)
             weakref.finalize(storage, self.drop, storage.nbytes())
 
     def drop(self, size):
         self.held -= size
 
+    def add_gradient(self, parameter):
+        self.gradients += parameter.grad.nbytes
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self.add, result)
+        self.history.append((self.held, self.gradients))
         return result
 
 
 def step_memory(method, config, rows, settings):
-    """(parameters, those trained, bytes at the peak of a training step on one GPU) with so many rows. method: an
-    entry of train.METHODS."""
+    """(parameters, those trained, history of a training step on one GPU with so many rows: after each operation the
+    bytes held and those of them that are parameters' gradients). method: an entry of train.METHODS."""
     from model import chunks  # which builds on this package
     _, model_class, batch_class = method
     half = settings['dtype'] != 'float32'
@@ -62,12 +66,15 @@ def step_memory(method, config, rows, settings):
         warnings.simplefilter('ignore')
         model = model_class(config)
         trained = [p for p in model.parameters() if p.requires_grad]
+        for p in trained:
+            p.register_post_accumulate_grad_hook(memory.add_gradient)
         if settings['checkpoint_blocks']:
             checkpoint_blocks(model)
         optimizer = torch.optim.AdamW(trained, foreach=False)
         batch = batch_class.largest(config, rows)
         for _ in range(2):  # at the second step AdamW's moments are there
-            memory.peak = memory.held
+            memory.history.clear()
+            memory.gradients = 0
             with torch.autocast('cpu', torch.bfloat16) if half else nullcontext():
                 try:
                     loss = model(*batch)[1]
@@ -76,12 +83,12 @@ def step_memory(method, config, rows, settings):
             # inside the head, which it does not see: logits, their gradient, and in half precision a copy of each
             decoded = batch[1].numel() * model.row_lengths()[1] // config.block_size
             chunk = chunks(decoded, config.vocab_size)[0].stop
-            head = memory.held + chunk * config.vocab_size * (12 if half else 8)
+            memory.history.append((memory.held + chunk * config.vocab_size * (12 if half else 8), 0))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             del loss
-    return sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained), max(memory.peak, head)
+    return sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained), memory.history
 
 
 def make_plan(method_name, method, model_settings, settings):
@@ -89,15 +96,23 @@ def make_plan(method_name, method, model_settings, settings):
     config, steps, why = what_runs(method, model_settings, settings)
     gpus = settings['gpus']
     rows = settings['batch_size']
-    n, trained, peak = step_memory(method, config, rows, settings)
-    more = 2 * rows  # what a row takes is the difference
-    per_row = max(1, step_memory(method, config, more, settings)[2] - peak) / rows
-    activations = peak - 4 * n - 8 * trained
+    n, trained, history = step_memory(method, config, rows, settings)
     fixed = {'weights': 4 * n, 'gradients': 4 * trained,
              'AdamW': 8 * trained / (gpus if settings['shard_optimizer'] else 1)}
-    total = sum(fixed.values()) + activations  # DDP keeps room for gradients all the time
     usable = settings['gpu_memory'] * 1e9 * USABLE
-    most = max(0, rows + math.floor((usable - total) / per_row))
+    # which operation holds most depends on the rows, so each one's bytes are extended to more rows by themselves
+    more = step_memory(method, config, 2 * rows, settings)[2]
+    total, most = 0, math.inf
+    for (held, gradients), (held_later, _) in zip(history, more, strict=True):
+        size = held - 8 * trained + fixed['AdamW']
+        if gpus > 1:
+            size += fixed['gradients'] - gradients  # DDP keeps room for them all the time
+        total = max(total, size)
+        if held_later > held:
+            most = min(most, rows + math.floor((usable - size) / (held_later - held) * rows))
+        elif size > usable:
+            most = 0
+    most = max(0, most)
     tokens = steps * rows * settings['grad_accum'] * config.block_size
     with torch.device('meta'):
         flops = tokens * flops_per_token(method[1](config))
@@ -109,7 +124,7 @@ def make_plan(method_name, method, model_settings, settings):
         f'{settings["gpu_memory"]:g} GB',
         f'memory of each GPU at {rows} rows of {config.row_size} positions, GB:',
         *(f'  {name:24s} {size / 1e9:7.2f}' for name, size in
-          [*fixed.items(), ('activations, logits, copies', activations), ('together', total)]),
+          [*fixed.items(), ('activations, logits, copies', total - sum(fixed.values())), ('together', total)]),
         f'largest batch_size that fits: {most}'
         + ('' if most else ': not even one row does; checkpoint_blocks and shard_optimizer take less'),
         f'disk: {checkpoint / 1e9:.1f} GB for ckpt.pt, {4 * n / 1e9:.1f} GB for best.pt; a save takes about '

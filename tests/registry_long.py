@@ -29,8 +29,8 @@ def cases_of(method):
 
 
 def try_all(cases, prepare, check):
-    """prepare(), then check(number, case) for each, in silence; prints the cases that fail, and a summary. Returns how
-    many failed."""
+    """prepare(), then check(number, case) for each, in silence; prints the cases that fail, and a summary. Returns
+    how many failed."""
     start, failed = time.perf_counter(), 0
     with contextlib.redirect_stdout(io.StringIO()):
         prepare()
