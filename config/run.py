@@ -21,8 +21,8 @@ from config import UserError, check_choice, check_range, need
 from config.checkpoint import (VERSION, first_line, load_checkpoint, load_optimizer, load_start, load_weights,
                                merge_resumed, save_checkpoint, starting_settings)
 from config.files import read_log, write_file
-from config.machine import (check_memory, choose_compile, choose_device, choose_dtype, flops_per_token, peak_flops,
-                            set_threads)
+from config.machine import (autocast, check_memory, choose_compile, choose_device, choose_dtype, flops_per_token,
+                            peak_flops, set_threads)
 
 SLOW_SAVE = 20  # seconds; torchrun kills its processes 30 seconds after it has passed a signal on
 
@@ -110,7 +110,7 @@ class Run:
                  f'{self.dtype} ({why_dtype}); compile {"on" if self.compile else "off"} ({why_compile})')
 
     def autocast(self):
-        return torch.autocast(self.device_type, dtype=getattr(torch, self.dtype), enabled=self.dtype != 'float32')
+        return autocast(self.device, self.dtype)
 
     def wait(self):
         """Wait until every process is here, for as long as it takes."""
