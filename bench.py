@@ -54,7 +54,8 @@ def make_batch(model, rows):
     if K == 0:
         return ids[:, :-1], ids[:, 1:]
     n = c.block_size - K * (M + 2 + 4)  # tokens of the question
-    return row_tensors([build_row(row[:n], K * [row[n:n + 4]], K * [1.0], M, model.special) for row in ids.tolist()])
+    return row_tensors([build_row(row[:n], K * [row[n:n + 4]], K * [1.0], M, model.special)
+                        for row in ids.tolist()])
 
 
 def seconds(function):
@@ -135,7 +136,8 @@ def checkpointing():
     """Each method as it is and with checkpoint_blocks: less memory for a third more of the blocks' work."""
     for n_layer, n_embd, block_size in ((4, 128, 64), (6, 256, 128), (8, 384, 256)):
         for vocab_size in (8192, 50257):
-            size = dict(SMALL, n_layer=n_layer, n_embd=n_embd, block_size=block_size, vocab_size=vocab_size, rows=2)
+            size = dict(SMALL, n_layer=n_layer, n_embd=n_embd, block_size=block_size, vocab_size=vocab_size,
+                        rows=2)
             print(f'{n_layer} blocks of width {n_embd}, 2 rows of {block_size} tokens, vocabulary {vocab_size:,}')
             compare_steps([(name + (', checkpoint_blocks' if recompute else ''), method,
                             dict(size, recompute=recompute, **settings))

@@ -21,11 +21,11 @@ from config.machine import PEAK_FLOPS, checkpoint_blocks, flops_per_token
 USABLE = 0.92  # of a GPU's memory: the rest goes to its context, the allocator's gaps and the network
 UTILISATION = 0.4  # of the bfloat16 peak, assumed
 DISK = 1e9  # bytes per second that a save writes, assumed
-KILLED_AFTER = 30  # seconds that torchrun leaves for the last save
+KILLED_AFTER = 30  # seconds that torchrun leaves for the last save, without its --shutdown_timeout
 
 
 class Memory(TorchDispatchMode):
-    """Notes the bytes of all tensors that are alive after each operation. PyTorch's own MemTracker counts them too,
+    """Notes after each operation the bytes of all tensors that are alive. PyTorch's own MemTracker counts them,
     but takes minutes for a deep model: each operation updates the statistics of every module."""
 
     def __init__(self):
@@ -56,8 +56,8 @@ class Memory(TorchDispatchMode):
 
 
 def step_memory(method, config, rows, settings):
-    """(parameters, those trained, history of a training step on one GPU with so many rows: after each operation the
-    bytes held and those of them that are parameters' gradients). method: an entry of train.METHODS."""
+    """(parameters, those trained, history of a training step on one GPU with so many rows: after each operation
+    the bytes held, and those of them that are parameters' gradients). method: an entry of train.METHODS."""
     from model import chunks  # which builds on this package
     _, model_class, batch_class = method
     half = settings['dtype'] != 'float32'
@@ -120,7 +120,7 @@ def make_plan(method_name, method, model_settings, settings):
     checkpoint = 4 * n + 8 * trained
     save = checkpoint / DISK
     lines = [
-        f'{method_name}: {n:,} parameters, {trained:,} of them trained; {gpus} GPUs of '
+        f'{method_name}: {n:,} parameters, {trained:,} of them trained; {gpus} GPU{"s" if gpus > 1 else ""} of '
         f'{settings["gpu_memory"]:g} GB',
         f'memory of each GPU at {rows} rows of {config.row_size} positions, GB:',
         *(f'  {name:24s} {size / 1e9:7.2f}' for name, size in
@@ -128,7 +128,8 @@ def make_plan(method_name, method, model_settings, settings):
         f'largest batch_size that fits: {most}'
         + ('' if most else ': not even one row does; checkpoint_blocks and shard_optimizer take less'),
         f'disk: {checkpoint / 1e9:.1f} GB for ckpt.pt, {4 * n / 1e9:.1f} GB for best.pt; a save takes about '
-        f'{save:.0f} s, of the {KILLED_AFTER} s that torchrun leaves after a signal',
+        f'{save:.0f} s, of the {KILLED_AFTER} s that torchrun leaves after a signal'
+        + (f': give it --shutdown_timeout={math.ceil(save / 30) * 60}' if save > KILLED_AFTER / 2 else ''),
         f'{steps:,} steps{why}, {tokens / 1e9:.3g}B tokens, {flops:.2e} FLOPs; hours at {UTILISATION:.0%} of the '
         'peak: ' + ', '.join(f'{name} {h:,.1f}' for name, h in hours.items()),
         f'attention: {kernel(config, settings)}',

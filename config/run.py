@@ -344,8 +344,8 @@ class Run:
         self.wait()
         seconds = time.perf_counter() - start
         if seconds > SLOW_SAVE:
-            self.say(f'{name} took {seconds:.0f} s to write: torchrun kills a run 30 s after a signal, so its '
-                     'last save would be lost')
+            self.say(f'{name} took {seconds:.0f} s to write: torchrun kills a run 30 s after a signal, and its last '
+                     f'save would be lost; give torchrun --shutdown_timeout={round(10 * seconds)}')
         return seconds
 
     def close_stage(self, name):

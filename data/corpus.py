@@ -245,7 +245,9 @@ def prepare(script, argv, pattern, tokens):
         from config.checkpoint import download  # the files of a tokenizer are those of a model
         from data.bpe import published_spec
         source = name if os.path.isdir(name) else download(name, ['*.json'])
-        spec = published_spec(source, read_json(os.path.join(source, 'config.json')).get('eos_token_id'))
+        c = read_json(os.path.join(source, 'config.json'))
+        c.update((name, value) for name, value in c.get('text_config', {}).items() if value is not None)
+        spec = published_spec(source, c.get('eos_token_id'))  # as a run that starts from the model reads it
     files = local_files(path) if path else remote_files(pattern)
     if os.path.exists(os.path.join(folder, 'meta.json')):
         raise UserError(f'{folder}/meta.json is there: the corpus is prepared; delete it to prepare it anew')

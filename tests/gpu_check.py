@@ -59,8 +59,13 @@ def build(method, settings, dtype=None):
 
 
 def train_silently(settings, **more):
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), without_reports():
         train.main(arguments(**{**settings, **more}))
+
+
+def small_text(folder):
+    with contextlib.redirect_stdout(io.StringIO()):
+        return write_text(Path(folder) / 'text', TEXT)
 
 
 def kernels():
@@ -81,11 +86,12 @@ def kernels():
 
 def compiler():
     """torch.compile gives the loss and the gradient of the model as it is, without a graph break. In float32: a
-    relative 1e-4 of the loss, 1e-2 of the gradient's norm, which may cross a tie of two streams."""
+    relative 1e-4 of the loss, 1e-2 of the gradient's norm, which may cross a tie of two streams. Two blocks, and
+    few cases with checkpoint_blocks, since each takes the compiler long."""
     torch.set_float32_matmul_precision('highest')
     for name, (method, settings, _) in CASES.items():
-        for recompute in (False, True):
-            model, loss_of = build(method, {**size, **settings})
+        for recompute in (False, True) if name in ('gpt', 'thoughtbubbles') else (False,):
+            model, loss_of = build(method, {**size, **settings, 'n_layer': 2})
             if recompute:
                 checkpoint_blocks(model)
             torch._dynamo.reset()
@@ -107,15 +113,16 @@ def compiler():
 
 def precision():
     """30 steps of training in each precision: the loss falls as in float32 (5 %)."""
-    with tempfile.TemporaryDirectory() as folder, without_reports():
-        dataset = write_text(Path(folder) / 'text', TEXT)
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = small_text(folder)
         for method, settings in [('gpt', {}), ('thoughtbubbles', {'fork_layers': '1,2'}), ('cyb', {'W': 2})]:
             losses = {}
             for dtype in ('float32', 'bfloat16', 'float16'):
                 out = Path(folder) / f'{method}-{dtype}'
                 steps = 6 if rehearse else 30
                 train_silently(settings, method=method, dataset=dataset, out_dir=out, device=device, dtype=dtype,
-                               compile='off', max_iters=steps, eval_interval=steps, learning_rate=0.01, min_lr=0.001)
+                               compile='off', max_iters=steps, eval_interval=steps, learning_rate=0.01,
+                               min_lr=0.001)
                 first, *_, last = (entry['val_loss'] for entry in read_log(out) if 'val_loss' in entry)
                 losses[dtype] = last
             for dtype in ('bfloat16', 'float16'):
@@ -177,11 +184,11 @@ def memory():
 
 
 def processes():
-    """As many processes as GPUs, the optimizer sharded, stopped half-way and resumed, against one process: the same
-    weights (1e-4), since nothing but the order of sums differs."""
+    """As many processes as GPUs, the optimizer sharded, stopped half-way and resumed, against one process: the
+    same weights (1e-4), since nothing but the order of sums differs."""
     n = 2 if rehearse else torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as folder, without_reports():
-        dataset = write_text(Path(folder) / 'text', TEXT)
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = small_text(folder)
         run = dict(dataset=dataset, device=device, dtype='float32', compile='off', grad_accum=n, max_iters=8,
                    warmup_iters=100, shard_optimizer=True)
         for method, settings in [('gpt', {}), ('thoughtbubbles', {'fork_layers': '1,2'})][:1 if rehearse else 2]:

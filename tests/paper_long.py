@@ -2,7 +2,8 @@
 
 Each keeps all that its config says but sizes. On two processes it is killed in its fourth step and resumed; it
 must then be what the same run is on one process without a stop, and be sampled. Those that start from a published
-model start from a tiny one of the same kind. Prints the cases that fail and a summary, which tests/README.md records.
+model start from a tiny one of the same kind. Prints the cases that fail and a summary, which tests/README.md
+records.
 """
 import json
 import sys

@@ -164,7 +164,7 @@ def test_what_on_the_disk_does_not_fit_is_named(source, tmp_path):
         Split(str(tmp_path / 'out'), 'train', meta, 16)
     with pytest.raises(UserError, match='tokens of val are fewer than block_size'):
         Split(str(tmp_path / 'out'), 'val', meta, 10 ** 6)
-    with pytest.raises(UserError, match='was encoded with another tokenizer than the model has: prepare it anew'):
+    with pytest.raises(UserError, match='was encoded with another tokenizer than the model has: prepare it anew; --tokenizer'):
         data.read_with(str(tmp_path / 'out'), {**SPEC, 'begin': [], 'end': 258})
 
 
@@ -180,8 +180,9 @@ def test_each_corpus_is_prepared_from_local_files_by_its_script(name, source, tm
     model = tmp_path / 'model'
     model.mkdir()
     (model / 'tokenizer.json').write_text(json.dumps(tokenizer_json()))
-    (model / 'config.json').write_text('{"eos_token_id": 259}')
+    (model / 'config.json').write_text('{"eos_token_id": 0, "text_config": {"eos_token_id": 259}}')
     main([f'--input={source}', f'--tokenizer={model}', '--processes=1', '--val_fraction=0.1'])
-    assert data.read_meta(str(folder))['documents'] == 700
+    meta = data.read_meta(str(folder))
+    assert meta['documents'] == 700 and meta['tokenizer']['end'] == 259
     with pytest.raises(UserError, match='the corpus is prepared; delete it'):
         main([f'--input={source}'])

@@ -60,7 +60,8 @@ def test_loss_and_accuracy_are_those_of_the_predictions_and_are_written_down(num
     evaluation.main([f'--out_dir={tmp_path}/run', '--device=cpu', '--eval_rows=8', '--slow_rows=1',
                      '--dtype=bfloat16'])
     half = json.loads((tmp_path / 'run' / 'eval.json').read_text())
-    assert half['dtype'] == 'bfloat16' and half['loss'] == pytest.approx(loss, rel=0.02) and half['loss'] != got['loss']
+    assert half['dtype'] == 'bfloat16'
+    assert half['loss'] == pytest.approx(loss, rel=0.02) and half['loss'] != got['loss']
 
 
 @torch.no_grad()
