@@ -158,10 +158,17 @@ def what_runs(method, model_settings, settings):
 
 
 def kernel(config, settings):
-    """Which fused kernel attention can take on a GPU."""
-    if settings['dtype'] == 'float32':
-        return 'float32: the memory-efficient kernel'
+    """Which fused kernel attention can take on a GPU. The flash kernel pads the width of a head, up to 256; the
+    others want a multiple of 16 bytes, and a key for each query head, which a mask brings (see model.py)."""
+    half = settings['dtype'] != 'float32'
+    width = config.head_width + bool(getattr(config, 'fork_layers', ()))  # the score's channel
     has_blocks = getattr(config, 'layout', (0, 0))[0] > 0
     masked = has_blocks or not getattr(config, 'see_pauses', True)
     masked = masked or bool(config.local_layers and config.window < config.row_size)
-    return 'a mask: the memory-efficient or the cuDNN kernel' if masked else 'causal: the flash kernel'
+    if half and not masked and width <= 256:
+        return 'causal: the flash kernel'
+    if width % (8 if half else 4) or (config.kv_heads < config.n_head and not masked):
+        return 'no fused kernel: it holds all positions times all positions'
+    if half:
+        return 'a mask: the memory-efficient or the cuDNN kernel'
+    return 'float32: the memory-efficient kernel'

@@ -22,7 +22,7 @@ import config
 from config.checkpoint import load_checkpoint
 from config.files import write_file
 from config.machine import checkpoint_blocks, flops_per_token, peak_flops
-from config.plan import step_memory
+from config.plan import kernel, step_memory
 from test_paper_configs import settings_of
 
 rehearse = False  # the same checks in a tiny form on the CPU
@@ -31,16 +31,16 @@ output = 'gpu_check.json'  # where to write
 
 LARGE = dict(vocab_size=50257, block_size=512, n_layer=4, n_head=8, n_embd=512)
 TINY = dict(vocab_size=300, block_size=128, n_layer=2, n_head=2, n_embd=32)
-CASES = {  # name -> (method, settings, whether its attention has a mask)
-    'gpt': ('gpt', {}, False),
-    'gpt, grouped heads': ('gpt', dict(n_kv_head=1), False),
-    'gpt, windows': ('gpt', dict(local_layers=(0,), window=32, n_kv_head=1), True),
-    'thoughtbubbles': ('thoughtbubbles', dict(fork_layers=(0, 1)), False),
-    'thoughtbubbles residual': ('thoughtbubbles', dict(fork_layers=(0, 1), merge='residual'), False),
-    'cyb': ('cyb', dict(W=2), False),
-    'cyb, pauses unseen': ('cyb', dict(W=2, see_pauses=False), True),
-    'rim stage 2': ('rim', dict(n_blocks=4), True),
-    'rim, LoRA': ('rim', dict(n_blocks=4, lora_rank=8), True)}
+CASES = {  # name -> (method, settings)
+    'gpt': ('gpt', {}),
+    'gpt, grouped heads': ('gpt', dict(n_kv_head=1)),
+    'gpt, windows': ('gpt', dict(local_layers=(0,), window=32, n_kv_head=1)),
+    'thoughtbubbles': ('thoughtbubbles', dict(fork_layers=(0, 1))),
+    'thoughtbubbles residual': ('thoughtbubbles', dict(fork_layers=(0, 1), merge='residual')),
+    'cyb': ('cyb', dict(W=2)),
+    'cyb, pauses unseen': ('cyb', dict(W=2, see_pauses=False)),
+    'rim stage 2': ('rim', dict(n_blocks=4)),
+    'rim, LoRA': ('rim', dict(n_blocks=4, lora_rank=8))}
 ATTENTION = 'aten::_scaled_dot_product_'
 
 
@@ -69,18 +69,20 @@ def small_text(folder):
 
 
 def kernels():
-    """The attention that PyTorch picks, forward and backward, in half precision and in float32."""
-    for name, (method, settings, masked) in CASES.items():
+    """The attention that PyTorch picks, in half precision and in float32, against what a plan says."""
+    for name, (method, settings) in CASES.items():
         for dtype in (torch.bfloat16, None):
-            _, loss_of = build(method, {**size, **settings}, dtype)
+            model, loss_of = build(method, {**size, **settings}, dtype)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 loss_of().backward()
             names = {event.key.removeprefix(ATTENTION) for event in profile.key_averages()
                      if event.key.startswith(ATTENTION) and 'backward' not in event.key}
-            wanted = 'flash or cudnn' if dtype and not masked else 'not math'
-            right = not any('math' in used for used in names) and bool(names)
-            if dtype and not masked:
+            wanted = kernel(model.config, {'dtype': 'bfloat16' if dtype else 'float32'})
+            right = bool(names)
+            if 'flash' in wanted:
                 right = right and all('flash' in used or 'cudnn' in used for used in names)
+            elif 'no fused' not in wanted:
+                right = right and not any('math' in used for used in names)
             yield f'{name}, {dtype or torch.float32}', ', '.join(sorted(names)), wanted, right
 
 
@@ -89,7 +91,7 @@ def compiler():
     relative 1e-4 of the loss, 1e-2 of the gradient's norm, which may cross a tie of two streams. Two blocks, and
     few cases with checkpoint_blocks, since each takes the compiler long."""
     torch.set_float32_matmul_precision('highest')
-    for name, (method, settings, _) in CASES.items():
+    for name, (method, settings) in CASES.items():
         for recompute in (False, True) if name in ('gpt', 'thoughtbubbles') else (False,):
             model, loss_of = build(method, {**size, **settings, 'n_layer': 2})
             if recompute:
@@ -156,7 +158,7 @@ def utilisation():
 
 def memory():
     """The most that a training step holds, against config/plan.py."""
-    for name, (method, settings, _) in CASES.items():
+    for name, (method, settings) in CASES.items():
         for recompute in (False, True):
             entry = train.METHODS[method]
             c = entry[0](**{**size, **settings})

@@ -7,7 +7,7 @@ import torch
 import bench
 import train
 from config import UserError, machine
-from config.plan import USABLE, step_memory
+from config.plan import USABLE, kernel, step_memory
 from conftest import write_text
 
 SIZE = dict(vocab_size=3000, block_size=128, n_layer=2, n_head=4, n_embd=128)
@@ -57,7 +57,7 @@ def test_a_plan_needs_neither_data_nor_weights(capsys, tmp_path):
     said = capsys.readouterr().out
     assert '75,000 steps, 2.46B tokens' in said and 'causal: the flash kernel' in said
     assert 'largest batch_size that fits: ' in said and not (tmp_path / 'x').exists()
-    train.main(['config/rim_gpt2.py', '--plan=True', '--n_layer=2', '--n_embd=48', '--lora_rank=4', '--gpu_memory=0.1'])
+    train.main(['config/rim_gpt2.py', '--plan=True', '--n_layer=2', '--n_embd=96', '--lora_rank=4', '--gpu_memory=0.1'])
     said = capsys.readouterr().out
     assert 'a mask: the memory-efficient or the cuDNN kernel' in said and '1,000 an epoch' in said
     assert 'largest batch_size that fits: 0: not even one row does' in said
@@ -72,3 +72,17 @@ def test_a_plan_reads_what_is_prepared(capsys, tmp_path):
         train.main([*tiny, '--dataset=c4'])
     with pytest.raises(UserError, match='no plan for this method'):
         train.main([*tiny, '--method=coconut', '--vocab_size=30'])
+
+
+@pytest.mark.parametrize('method, settings, half, float32', [
+    ('gpt', {}, 'causal: the flash kernel', 'float32: the memory-efficient kernel'),
+    ('gpt', dict(n_kv_head=1), 'causal: the flash kernel', 'no fused kernel'),
+    ('thoughtbubbles', {}, 'causal: the flash kernel', 'no fused kernel'),
+    ('thoughtbubbles', dict(head_dim=256), 'no fused kernel', 'no fused kernel'),
+    ('cyb', dict(see_pauses=False), 'a mask: ', 'float32: the memory-efficient kernel'),
+    ('rim', dict(n_kv_head=1), 'a mask: ', 'float32: the memory-efficient kernel')])
+def test_a_plan_names_the_kernel_that_the_widths_and_the_mask_allow(method, settings, half, float32):
+    """As PyTorch chooses it; tests/gpu_check.py compares with a GPU."""
+    config = train.METHODS[method][0](**{**SIZE, 'n_layer': 3, **settings})
+    assert kernel(config, {'dtype': 'bfloat16'}).startswith(half)
+    assert kernel(config, {'dtype': 'float32'}).startswith(float32)
