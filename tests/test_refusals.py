@@ -288,7 +288,7 @@ COMMANDS = [
     ('eval.py --out_dir={rim} --beside={out}/nowhere', 'nowhere is not there'),
     ('eval.py --out_dir={rim} --n_mem=-1', 'n_mem = -1: must be at least 1'),
     # bench.py and the data sets' scripts
-    ('bench.py --part=x', "part = 'x': choose all, train, vocabulary, generate, answer"),
+    ('bench.py --part=x', "part = 'x': choose all, train, vocabulary, checkpoint, generate, answer"),
     ('bench.py --rounds=0', 'rounds = 0: must be at least 1'),
     ('bench.py --device=tpu', "device = 'tpu': choose"),
     ('bench.py --threads=100000', 'threads = 100000: this machine has'),
