@@ -13,7 +13,7 @@ import data
 from config import UserError
 from config.files import write_file
 from config.likelihood import log_likelihood
-from config.machine import set_threads
+from config.machine import autocast, choose_device, choose_dtype, set_threads
 from config.measures import MEASURES, On, losses
 from config.tables import draw, print_numbers
 from data import zeroshot
@@ -33,6 +33,7 @@ beside = ''  # records: other runs or checkpoints, separated by commas, that ans
 batch_size = 32  # rows at once
 seed = 1337  # of all draws
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
+dtype = 'auto'  # auto (as in train.py: half precision on a GPU) | float32 | bfloat16 | float16
 threads = 0  # CPU threads, 0 = PyTorch's choice
 
 
@@ -110,9 +111,12 @@ def main(argv):
     for name in ('dataset', 'beside', 'n_mem') if tasks else ('form',):
         if name in given:
             raise UserError(f'{name} = {settings[name]!r}: has no effect with{"" if tasks else "out"} tasks')
+    device_name, _ = choose_device(device)
+    dtype_name, _ = choose_dtype(dtype, device_name)
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
     if tasks:
-        zero_shot(path, saved, model)
+        with autocast(device_name, dtype_name):
+            zero_shot(path, saved, model)
         return
     if (n_mem or beside) and saved['meta']['kind'] != 'records':
         raise UserError(f'n_mem, beside: {path} is a {saved["method"]} model, they are for models of records')
@@ -138,15 +142,16 @@ def main(argv):
     torch.manual_seed(seed)
     on = On(rows(eval_rows), rows(min(eval_rows, slow_rows)), batches, models, eval_rows, n_mem, batch_size)
     numbers = {}
-    for measure in MEASURES.get(saved['method'], [losses]):
-        numbers.update(measure(model, on))  # a later one may refine a number
+    with autocast(device_name, dtype_name):
+        for measure in MEASURES.get(saved['method'], [losses]):
+            numbers.update(measure(model, on))  # a later one may refine a number
     title = f'{saved["method"]}, {path} at step {saved["step"]}, {name}'
     unit = data.UNIT[meta['kind']]
     print(title)
     print_numbers(numbers, unit)
     target = output_path(path, saved, 'eval')
     about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
-             'unit of loss': unit, 'model_config': saved['model_config']}
+             'unit of loss': unit, 'dtype': dtype_name, 'model_config': saved['model_config']}
     write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))
     print(f'\nwritten to {target}.json' + (f' and {target}.png' if draw(numbers, title, target + '.png') else ''))
 

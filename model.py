@@ -229,9 +229,9 @@ class CausalSelfAttention(nn.Module):
         if q.is_cuda and mask is not None:  # its kernel with a mask wants equally many heads
             k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
         causal = mask is None and (cache is None or S > 1)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal,
-                                           dropout_p=self.resid_dropout.p if self.training else 0.0, scale=D ** -0.5,
-                                           enable_gqa=q.size(1) > k.size(1))
+        dropout = self.resid_dropout.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout,
+                                           scale=D ** -0.5, enable_gqa=q.size(1) > k.size(1))
         return self.resid_dropout(self.c_proj(y[..., :D].transpose(1, 2).reshape(B, S, -1)))
 
 
@@ -519,8 +519,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None,
                  use_cache=True, n_text=None):
-        """Continue prompts, lists of token ids; yield after each step a list of each row's new token, None from its
-        stop_token on.
+        """Continue prompts, lists of token ids; yield after each step a list of each row's new token, None from
+        its stop_token on.
 
         temperature 0 takes the likeliest token; top_k > 0 and top_p < 1 drop the unlikely ones; ids from n_text
         on, which the tokenizer lacks, are never drawn. A text that outgrows block_size slides on, see

@@ -53,6 +53,11 @@ def choose_dtype(name, device):
     return ('bfloat16', 'the GPU has it') if bf16 else ('float16', 'the GPU has no bfloat16')
 
 
+def autocast(device, dtype):
+    """Matrix products in half precision, where that is what dtype names."""
+    return torch.autocast(device.split(':')[0], dtype=getattr(torch, dtype), enabled=dtype != 'float32')
+
+
 def choose_compile(name, device, never=''):
     """(use torch.compile, reason); never: why this method cannot be compiled. Raises UserError if it is wanted and
     cannot work."""

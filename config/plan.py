@@ -21,39 +21,43 @@ from config.machine import PEAK_FLOPS, checkpoint_blocks, flops_per_token, total
 USABLE = 0.92  # of a GPU's memory: the rest goes to its context, the allocator's gaps and the network
 UTILISATION = 0.4  # of the bfloat16 peak, assumed
 DISK = 1e9  # bytes per second that a save writes, assumed
-KILLED_AFTER = 30  # seconds that torchrun leaves for the last save
+KILLED_AFTER = 30  # seconds that torchrun leaves for the last save, without its --shutdown_timeout
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive. PyTorch's own MemTracker says the same, but takes minutes
-    for a deep model: each operation updates the statistics of every module."""
+    """Notes after each operation the bytes of all tensors that are alive. PyTorch's own MemTracker counts them,
+    but takes minutes for a deep model: each operation updates the statistics of every module."""
 
     def __init__(self):
         super().__init__()
         self.known = WeakIdKeyDictionary()  # storages
         self.held = 0
-        self.peak = 0
+        self.gradients = 0  # of these: of parameters
+        self.history = []  # (held, gradients)
 
     def add(self, tensor):
         storage = tensor.untyped_storage()
         if storage not in self.known:
             self.known[storage] = storage.nbytes()
             self.held += storage.nbytes()
-            self.peak = max(self.peak, self.held)
             weakref.finalize(storage, self.drop, storage.nbytes())
 
     def drop(self, size):
         self.held -= size
 
+    def add_gradient(self, parameter):
+        self.gradients += parameter.grad.nbytes
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self.add, result)
+        self.history.append((self.held, self.gradients))
         return result
 
 
 def step_memory(method, config, rows, settings):
-    """(parameters, those trained, bytes at the peak of a training step on one GPU) with so many rows. method: an
-    entry of train.METHODS."""
+    """(parameters, those trained, history of a training step on one GPU with so many rows: after each operation
+    the bytes held, and those of them that are parameters' gradients). method: an entry of train.METHODS."""
     from model import chunks  # which builds on this package
     _, model_class, batch_class = method
     half = settings['dtype'] != 'float32'
@@ -62,12 +66,15 @@ def step_memory(method, config, rows, settings):
         warnings.simplefilter('ignore')
         model = model_class(config)
         trained = [p for p in model.parameters() if p.requires_grad]
+        for p in trained:
+            p.register_post_accumulate_grad_hook(memory.add_gradient)
         if settings['checkpoint_blocks']:
             checkpoint_blocks(model)
         optimizer = torch.optim.AdamW(trained, foreach=False)
         batch = batch_class.largest(config, rows)
         for _ in range(2):  # at the second step AdamW's moments are there
-            memory.peak = memory.held
+            memory.history.clear()
+            memory.gradients = 0
             with torch.autocast('cpu', torch.bfloat16) if half else nullcontext():
                 try:
                     loss = model(*batch)[1]
@@ -76,26 +83,34 @@ def step_memory(method, config, rows, settings):
             # inside the head, which it does not see: logits, their gradient, and in half precision a copy of each
             decoded = batch[1].numel() * model.row_lengths()[1] // config.block_size
             chunk = chunks(decoded, config.vocab_size)[0].stop
-            head = memory.held + chunk * config.vocab_size * (12 if half else 8)
+            memory.history.append((memory.held + chunk * config.vocab_size * (12 if half else 8), 0))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             del loss
-    return sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained), max(memory.peak, head)
+    return sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained), memory.history
 
 
 def needs(method, config, settings, gpus, usable):
     """What a training step needs on each of so many GPUs, of which `usable` bytes can be had: (parameters, those
     trained, {part: bytes}, the most rows that fit)."""
     rows = settings['batch_size']
-    n, trained, peak = step_memory(method, config, rows, settings)
-    more = 2 * rows  # what a row takes is the difference
-    per_row = max(1, step_memory(method, config, more, settings)[2] - peak) / rows
-    parts = {'weights': 4 * n, 'gradients': 4 * trained,  # DDP keeps room for gradients all the time
-             'AdamW': 8 * trained / (gpus if settings['shard_optimizer'] else 1),
-             'activations, logits, copies': peak - 4 * n - 8 * trained}
-    most = max(0, rows + math.floor((usable - sum(parts.values())) / per_row))
-    return n, trained, parts, most
+    n, trained, history = step_memory(method, config, rows, settings)
+    fixed = {'weights': 4 * n, 'gradients': 4 * trained,
+             'AdamW': 8 * trained / (gpus if settings['shard_optimizer'] else 1)}
+    # which operation holds most depends on the rows, so each one's bytes are extended to more rows by themselves
+    more = step_memory(method, config, 2 * rows, settings)[2]
+    total, most = 0, math.inf
+    for (held, gradients), (held_later, _) in zip(history, more, strict=True):
+        size = held - 8 * trained + fixed['AdamW']
+        if gpus > 1:
+            size += fixed['gradients'] - gradients  # DDP keeps room for them all the time
+        total = max(total, size)
+        if held_later > held:
+            most = min(most, rows + math.floor((usable - size) / (held_later - held) * rows))
+        elif size > usable:
+            most = 0
+    return n, trained, {**fixed, 'activations, logits, copies': total - sum(fixed.values())}, max(0, most)
 
 
 def check_memory(method, model, settings, device, world):
@@ -134,7 +149,7 @@ def make_plan(method_name, method, model_settings, settings):
     checkpoint = 4 * n + 8 * trained
     save = checkpoint / DISK
     lines = [
-        f'{method_name}: {n:,} parameters, {trained:,} of them trained; {gpus} GPUs of '
+        f'{method_name}: {n:,} parameters, {trained:,} of them trained; {gpus} GPU{"s" if gpus > 1 else ""} of '
         f'{settings["gpu_memory"]:g} GB',
         f'memory of each GPU at {rows} rows of {config.row_size} positions, GB:',
         *(f'  {name:24s} {size / 1e9:7.2f}' for name, size in
@@ -142,7 +157,8 @@ def make_plan(method_name, method, model_settings, settings):
         f'largest batch_size that fits: {most}'
         + ('' if most else ': not even one row does; checkpoint_blocks and shard_optimizer take less'),
         f'disk: {checkpoint / 1e9:.1f} GB for ckpt.pt, {4 * n / 1e9:.1f} GB for best.pt; a save takes about '
-        f'{save:.0f} s, of the {KILLED_AFTER} s that torchrun leaves after a signal',
+        f'{save:.0f} s, of the {KILLED_AFTER} s that torchrun leaves after a signal'
+        + (f': give it --shutdown_timeout={math.ceil(save / 30) * 60}' if save > KILLED_AFTER / 2 else ''),
         f'{steps:,} steps{why}, {tokens / 1e9:.3g}B tokens, {flops:.2e} FLOPs; hours at {UTILISATION:.0%} of the '
         'peak: ' + ', '.join(f'{name} {h:,.1f}' for name, h in hours.items()),
         f'attention: {kernel(config, settings)}',
@@ -171,10 +187,17 @@ def what_runs(method, model_settings, settings):
 
 
 def kernel(config, settings):
-    """Which fused kernel attention can take on a GPU."""
-    if settings['dtype'] == 'float32':
-        return 'float32: the memory-efficient kernel'
+    """Which fused kernel attention can take on a GPU. The flash kernel pads the width of a head, up to 256; the
+    others want a multiple of 16 bytes, and a key for each query head, which a mask brings (see model.py)."""
+    half = settings['dtype'] != 'float32'
+    width = config.head_width + bool(getattr(config, 'fork_layers', ()))  # the score's channel
     has_blocks = getattr(config, 'layout', (0, 0))[0] > 0
     masked = has_blocks or not getattr(config, 'see_pauses', True)
     masked = masked or bool(config.local_layers and config.window < config.row_size)
-    return 'a mask: the memory-efficient or the cuDNN kernel' if masked else 'causal: the flash kernel'
+    if half and not masked and width <= 256:
+        return 'causal: the flash kernel'
+    if width % (8 if half else 4) or (config.kv_heads < config.n_head and not masked):
+        return 'no fused kernel: it holds all positions times all positions'
+    if half:
+        return 'a mask: the memory-efficient or the cuDNN kernel'
+    return 'float32: the memory-efficient kernel'

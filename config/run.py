@@ -22,7 +22,8 @@ from config import UserError, check_choice, check_range, need
 from config.checkpoint import (VERSION, first_line, load_checkpoint, load_optimizer, load_start, load_weights,
                                merge_resumed, save_checkpoint, starting_settings)
 from config.files import read_log, write_file
-from config.machine import choose_compile, choose_device, choose_dtype, flops_per_token, peak_flops, set_threads
+from config.machine import (autocast, choose_compile, choose_device, choose_dtype, flops_per_token, peak_flops,
+                            set_threads)
 from config.plan import check_memory
 
 SLOW_SAVE = 20  # seconds; torchrun kills its processes 30 seconds after it has passed a signal on
@@ -113,7 +114,7 @@ class Run:
                  f'{self.dtype} ({why_dtype}); compile {"on" if self.compile else "off"} ({why_compile})')
 
     def autocast(self):
-        return torch.autocast(self.device_type, dtype=getattr(torch, self.dtype), enabled=self.dtype != 'float32')
+        return autocast(self.device, self.dtype)
 
     def wait(self):
         """Wait until every process is here, for as long as it takes."""
@@ -205,7 +206,7 @@ class Run:
             load_weights(model, self.start, self.start_path)
             it, best = self.start['step'], self.start['best_val_loss']
             best_path = os.path.join(self.out_dir, 'best.pt')
-            # a crash after an evaluation leaves a best.pt unknown to ckpt.pt
+            # after a crash best.pt may be newer than ckpt.pt
             if os.path.exists(best_path):
                 saved = load_checkpoint(best_path, mmap=True)
                 if saved['step'] <= it and saved.get('stage') == self.start['stage']:
@@ -347,8 +348,8 @@ class Run:
         self.wait()
         seconds = time.perf_counter() - start
         if seconds > SLOW_SAVE:
-            self.say(f'{name} took {seconds:.0f} s to write: torchrun kills a run 30 s after a signal, so its '
-                     'last save would be lost')
+            self.say(f'{name} took {seconds:.0f} s to write: torchrun kills a run 30 s after a signal, before its '
+                     f'last save; give torchrun --shutdown_timeout={round(10 * seconds)}')
         return seconds
 
     def close_stage(self, name):

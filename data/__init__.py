@@ -268,6 +268,9 @@ def read_with(name, spec, given=True):
     except UserError:
         pass  # not there, or damaged: it is made now
     source = folder.removesuffix('.data') if folder.endswith('.txt.data') else os.path.join(folder, 'input.txt')
+    if meta.get('shards') and not os.path.isfile(source):
+        raise UserError(f'dataset = {name!r} was encoded with another tokenizer than the model has: prepare it '
+                        'anew; --tokenizer names the model to its prepare.py')
     if not given or not os.path.isfile(source):
         raise UserError(f'dataset = {name!r} was prepared anew since, or with another tokenizer than the model '
                         'has: ' + (f'{source}, the text to encode with that, is not there' if given else

@@ -21,7 +21,7 @@ from tqdm import tqdm
 import config
 from config import UserError, check_range, need, read_json
 from config.files import write_file
-from data import Tokenizer, id_type, read_text, tokenizer_crc32
+from data import Tokenizer, id_type, tokenizer_crc32
 
 input = ''  # local files in place of the download: a file or folder of .parquet, .jsonl, .json.gz or .txt
 column = 'text'  # what a row of .parquet or .jsonl calls its text
@@ -33,6 +33,7 @@ shard_tokens = 100_000_000  # a shard ends with the document that reaches this
 
 KINDS = ('.parquet', '.jsonl', '.json', '.jsonl.gz', '.json.gz', '.txt')
 BATCH = 64  # documents that a process tokenises at a time
+PIECE = 100_000  # characters of a .txt in a document, at least
 BYTES_PER_TOKEN = 3  # of text, at least, in most languages
 
 
@@ -61,7 +62,7 @@ def remote_files(pattern):
 
 
 def documents(files, column, first_file=0, first=0):
-    """Yield (number of the file, number of the document in it, text) from a place on. A .txt is one document."""
+    """Yield (number of the file, number of the document in it, text) from a place on."""
     for f in range(first_file, len(files)):
         for n, text in enumerate(texts_of(files[f], column)):
             if not isinstance(text, str):
@@ -73,7 +74,7 @@ def documents(files, column, first_file=0, first=0):
 
 def texts_of(file, column):
     if file.endswith('.txt'):
-        yield read_text(file)
+        yield from pieces(file)
     elif file.endswith('.parquet') or '://' in file:
         kind = 'parquet' if file.endswith('.parquet') else 'json'
         try:
@@ -93,6 +94,22 @@ def texts_of(file, column):
                     yield row.get(column) if isinstance(row, dict) else None
         except (OSError, ValueError, EOFError) as e:
             raise UserError(f'{file} cannot be read as a JSON object a line ({e})') from e
+
+
+def pieces(file):
+    """A .txt in documents that end with the line that fills them: it may be larger than memory."""
+    try:
+        with open(file, encoding='utf-8-sig') as lines:
+            piece, size = [], 0
+            for line in lines:
+                piece.append(line)
+                size += len(line)
+                if size >= PIECE:
+                    yield ''.join(piece)
+                    piece, size = [], 0
+            yield ''.join(piece)
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f'{file} is not there or is not UTF-8 text ({e})') from e
 
 
 # --- tokens ---
@@ -197,8 +214,8 @@ def check_disk(folder, files, expected_tokens, done, size):
     need_bytes = (expected_tokens - done) * size
     free = shutil.disk_usage(folder).free
     if need_bytes > free:
-        raise UserError(f'{folder}: about {need_bytes / 1e9:.1f} GB will be written, but the disk has '
-                        f'{free / 1e9:.1f} GB free')
+        raise UserError(f'{folder}: about {need_bytes / 1e6:,.0f} MB will be written, but the disk has '
+                        f'{free / 1e6:,.0f} MB free')
 
 
 def cut_back(folder, state, size):
@@ -228,8 +245,9 @@ def prepare(script, argv, pattern, tokens):
         from config.checkpoint import download  # the files of a tokenizer are those of a model
         from data.bpe import published_spec
         source = name if os.path.isdir(name) else download(name, ['*.json'])
-        about = read_json(os.path.join(source, 'config.json'))
-        spec = published_spec(source, about.get('eos_token_id'), about.get('bos_token_id'))
+        c = read_json(os.path.join(source, 'config.json'))
+        c.update((name, value) for name, value in c.get('text_config', {}).items() if value is not None)
+        spec = published_spec(source, c.get('eos_token_id'), c.get('bos_token_id'))  # as a run reads it
     files = local_files(path) if path else remote_files(pattern)
     if os.path.exists(os.path.join(folder, 'meta.json')):
         raise UserError(f'{folder}/meta.json is there: the corpus is prepared; delete it to prepare it anew')

@@ -105,7 +105,6 @@ def start_training(argv, output):
     return process
 
 
-
 def free_port():
     """A port below those that the system hands out, so that it is still free when the run gets to it."""
     while True:
@@ -128,3 +127,14 @@ def torchrun(processes, script, *arguments, timeout=300):
         if started.poll() is None:
             started.terminate()  # torchrun then ends its processes, by force after half a minute
             started.wait(60)
+
+
+def train_on(processes, folder, jobs, timeout=300):
+    """Train on several processes, one run after the other. jobs: (command line, more) each; more may have report,
+    whether the finished run makes its report, and killed_in, the step in which it is killed. Returns torchrun's
+    (exit status, output); folder/jobs.json keeps the command lines."""
+    jobs = [(command, free_port(), more.get('report', False), more.get('killed_in')) for command, more in jobs]
+    path = os.path.join(folder, 'jobs.json')
+    with open(path, 'w', encoding='utf-8') as f:
+        json.dump(jobs, f)
+    return torchrun(processes, 'tests/ddp_driver.py', path, timeout=timeout)

@@ -28,24 +28,35 @@ def cases_of(method):
     return [case for i, case in enumerate(cases) if case not in cases[:i]]
 
 
-def main():
+def try_all(cases, prepare, check):
+    """prepare(), then check(number, case) for each, in silence; prints the cases that fail, and a summary. Returns
+    how many failed."""
     start, failed = time.perf_counter(), 0
-    cases = [(method, case) for method in train.METHODS for case in cases_of(method)]
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        folder, losses = Path(folder), {}
-        train_on_two_processes(folder, cases)
-        for i, (method, case) in enumerate(cases):
+    with contextlib.redirect_stdout(io.StringIO()):
+        prepare()
+        for i, case in enumerate(cases):
             try:
-                log = tuple(check(folder, i))
+                check(i, case)
             except (Exception, pytest.fail.Exception) as e:
                 failed += 1
-                print(f'failed: {method} {case}: {type(e).__name__} {e}', file=sys.stderr)
-                continue
-            twin = losses.setdefault((method, log), case)
-            if twin is not case:
-                print(f'the same losses: {method} {case} and {twin}', file=sys.stderr)
+                print(f'failed: {case}: {type(e).__name__} {e}', file=sys.stderr)
     print(f'{len(cases)} cases, {failed} failed, {time.perf_counter() - start:.0f} seconds')
-    sys.exit(failed > 0)
+    return failed
+
+
+def main():
+    cases = [(method, case) for method in train.METHODS for case in cases_of(method)]
+    losses = {}
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+
+        def check_and_compare(i, case):
+            method, settings = case
+            twin = losses.setdefault((method, tuple(check(folder, i))), settings)
+            if twin is not settings:
+                print(f'the same losses: {method} {settings} and {twin}', file=sys.stderr)
+
+        sys.exit(try_all(cases, lambda: train_on_two_processes(folder, cases), check_and_compare) > 0)
 
 
 if __name__ == '__main__':

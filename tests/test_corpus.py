@@ -84,6 +84,18 @@ def test_the_files_do_not_depend_on_processes_or_interruptions(source, tmp_path,
     assert interrupted > 3 and found == expected
 
 
+def test_a_long_text_becomes_documents_that_end_with_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, 'PIECE', 100)
+    text = '\n'.join(DOCUMENTS[:20])
+    (tmp_path / 'a.txt').write_text(text, encoding='utf-8')
+    found = [document for _, _, document in corpus.documents([str(tmp_path / 'a.txt')], 'text')]
+    assert ''.join(found) == text and len(found) > 5
+    assert all(part.endswith('\n') and len(part) >= 100 for part in found[:-1])
+    (tmp_path / 'a.txt').write_bytes(b'a\xff')
+    with pytest.raises(UserError, match='a.txt is not there or is not UTF-8 text'):
+        write(tmp_path / 'out', str(tmp_path / 'a.txt'))
+
+
 def test_rows_are_read_across_shards(source, tmp_path):
     write(tmp_path / 'out', source)
     meta = data.read_meta(str(tmp_path / 'out'))
@@ -121,7 +133,7 @@ def test_what_does_not_fit_is_named(source, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         usage = corpus.shutil.disk_usage(str(tmp_path))
         patch.setattr(corpus.shutil, 'disk_usage', lambda path: usage._replace(free=1000))
-        refused('about 0.0 GB will be written, but the disk has 0.0 GB free')
+        refused('about 0 MB will be written, but the disk has 0 MB free')
     with monkeypatch.context() as patch:
         patch.setattr(corpus, 'append', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -139,7 +151,7 @@ def test_what_does_not_fit_is_named(source, tmp_path, monkeypatch):
         corpus.local_files(str(tmp_path / 'out' / 'nothing'))
 
 
-def test_a_shard_that_is_missing_or_was_changed_is_named(source, tmp_path):
+def test_what_on_the_disk_does_not_fit_is_named(source, tmp_path):
     write(tmp_path / 'out', source)
     meta = data.read_meta(str(tmp_path / 'out'))
     path = tmp_path / 'out' / 'train_00002.bin'
@@ -152,6 +164,8 @@ def test_a_shard_that_is_missing_or_was_changed_is_named(source, tmp_path):
         Split(str(tmp_path / 'out'), 'train', meta, 16)
     with pytest.raises(UserError, match='tokens of val are fewer than block_size'):
         Split(str(tmp_path / 'out'), 'val', meta, 10 ** 6)
+    with pytest.raises(UserError, match='was encoded with another tokenizer than the model has: prepare it anew; --tokenizer'):
+        data.read_with(str(tmp_path / 'out'), {**SPEC, 'begin': [], 'end': 258})
 
 
 @pytest.mark.parametrize('name', ['openwebtext', 'fineweb', 'c4', 'pes2o'])
@@ -166,8 +180,9 @@ def test_each_corpus_is_prepared_from_local_files_by_its_script(name, source, tm
     model = tmp_path / 'model'
     model.mkdir()
     (model / 'tokenizer.json').write_text(json.dumps(tokenizer_json()))
-    (model / 'config.json').write_text('{"eos_token_id": 259}')
+    (model / 'config.json').write_text('{"eos_token_id": 0, "text_config": {"eos_token_id": 259}}')
     main([f'--input={source}', f'--tokenizer={model}', '--processes=1', '--val_fraction=0.1'])
-    assert data.read_meta(str(folder))['documents'] == 700
+    meta = data.read_meta(str(folder))
+    assert meta['documents'] == 700 and meta['tokenizer']['end'] == 259
     with pytest.raises(UserError, match='the corpus is prepared; delete it'):
         main([f'--input={source}'])

@@ -1,12 +1,10 @@
 """Several processes compute what one would, and one that fails ends them all; test_registry.py tries two."""
-import json
-
 import pytest
 import torch
 
 import train
 from config.checkpoint import load_checkpoint
-from conftest import (METHOD_SETTINGS, ROOT, arguments, free_port, read_log, torchrun, without_reports,
+from conftest import (METHOD_SETTINGS, ROOT, arguments, read_log, torchrun, train_on, without_reports,
                       write_records)
 
 
@@ -31,13 +29,11 @@ def test_processes_compute_what_one_would(command, tmp_path):
             train.main(command(f'{name}-one', **settings))
         train.main(command('resumed', method='gpt', max_iters=5))
     pairs = [(f'{name}-one', f'{name}-three') for name in runs] + [('gpt-one', 'whole optimizer')]
-    jobs = [(command(f'{name}-three', **settings, shard_optimizer=True), free_port(), False)
-            for name, settings in runs.items()]
+    jobs = [(command(f'{name}-three', **settings, shard_optimizer=True), {}) for name, settings in runs.items()]
     # one process reports, the others wait
-    jobs.append((command('whole optimizer', method='gpt'), free_port(), True))
-    jobs.append((command('resumed', method='gpt', init_from='resume', shard_optimizer=True), free_port(), False))
-    (tmp_path / 'jobs.json').write_text(json.dumps(jobs), encoding='utf-8')
-    status, output = torchrun(3, 'tests/ddp_driver.py', str(tmp_path / 'jobs.json'))
+    jobs.append((command('whole optimizer', method='gpt'), {'report': True}))
+    jobs.append((command('resumed', method='gpt', init_from='resume', shard_optimizer=True), {}))
+    status, output = train_on(3, tmp_path, jobs)
     assert status == 0 and output.count('a sample at temperature') == 1, output
     for pair in pairs:
         one, three = (load_checkpoint(str(tmp_path / name / 'ckpt.pt')) for name in pair)

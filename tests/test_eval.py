@@ -56,6 +56,12 @@ def test_loss_and_accuracy_are_those_of_the_predictions_and_are_written_down(num
                        f'best validation loss {got["loss"]:.4f} nats per token\n'
     drawn = settings['method'] == 'cyb' and importlib.util.find_spec('matplotlib') is not None
     assert (tmp_path / 'run' / 'eval.png').exists() == drawn
+    # in half precision, as on a GPU: the same within its rounding, no longer the same number
+    evaluation.main([f'--out_dir={tmp_path}/run', '--device=cpu', '--eval_rows=8', '--slow_rows=1',
+                     '--dtype=bfloat16'])
+    half = json.loads((tmp_path / 'run' / 'eval.json').read_text())
+    assert half['dtype'] == 'bfloat16'
+    assert half['loss'] == pytest.approx(loss, rel=0.02) and half['loss'] != got['loss']
 
 
 @torch.no_grad()

@@ -296,7 +296,7 @@ COMMANDS = [
     ('eval.py --out_dir={gpt} --form=harness', "form = 'harness': has no effect without tasks"),
     ('eval.py --out_dir={gpt} --tasks=piqa --dataset={text}', 'dataset = ...: has no effect with tasks'),
     # bench.py and the data sets' scripts
-    ('bench.py --part=x', "part = 'x': choose all, train, vocabulary, generate, answer"),
+    ('bench.py --part=x', "part = 'x': choose all, train, vocabulary, checkpoint, generate, answer"),
     ('bench.py --rounds=0', 'rounds = 0: must be at least 1'),
     ('bench.py --device=tpu', "device = 'tpu': choose"),
     ('bench.py --threads=100000', 'threads = 100000: this machine has'),

@@ -16,7 +16,7 @@ import sample
 import train
 from config import UserError, class_settings
 from config.checkpoint import load_checkpoint
-from conftest import ROWS, arguments, free_port, read_log, torchrun, without_reports, write_records, write_text
+from conftest import ROWS, arguments, read_log, train_on, without_reports, write_records, write_text
 from data.text import TextBatches
 
 TEXT = ''.join(f'{a}+{b}={a + b}\n' for a in range(30) for b in range(12))
@@ -95,9 +95,8 @@ def train_on_two_processes(folder, cases):
         kind = 'text' if issubclass(train.METHODS[method][2], TextBatches) else 'records'
         run = dict(method=method, dataset=folder / kind, out_dir=folder / f'two{i}', threads=1, batch_size=2,
                    grad_accum=2, max_iters=2, warmup_iters=0, eval_interval=9, eval_rows=4)
-        jobs.append((arguments(**{**run, **tiny(method, case)}), free_port(), False))
-    (folder / 'jobs.json').write_text(json.dumps(jobs), encoding='utf-8')
-    status, output = torchrun(2, 'tests/ddp_driver.py', str(folder / 'jobs.json'), timeout=3600)
+        jobs.append((arguments(**{**run, **tiny(method, case)}), {}))
+    status, output = train_on(2, folder, jobs, timeout=3600)
     begun = sum((folder / f'two{i}').exists() for i in range(len(cases)))
     assert status == 0, f'two processes came to {cases[begun - 1]}\n{output[-4000:]}'
 

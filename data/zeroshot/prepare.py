@@ -1,8 +1,8 @@
 """The files of the zero-shot tasks: LAMBADA, HellaSwag, PIQA, ARC, BLiMP.
 
-python data/zeroshot/prepare.py downloads them from their authors (LAMBADA as OpenAI gave it to GPT-2; ARC's archive
-has hundreds of MB), --tasks=piqa,blimp some of them. --input=DIR takes those that are there already, under their
-authors' names or those of this script, BLiMP's in a folder blimp or beside the others.
+python data/zeroshot/prepare.py downloads them from their authors (LAMBADA as OpenAI gave it to GPT-2; ARC's
+archive has hundreds of MB), --tasks=piqa,blimp some of them. --input=DIR takes those that are there already, under
+their authors' names or those of this script, BLiMP's in a folder blimp or beside the others.
 """
 import fnmatch
 import json
