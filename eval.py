@@ -2,7 +2,6 @@
 
 Prints them, and writes them to a JSON file and, where matplotlib is installed, a picture beside it.
 """
-import json
 import os
 
 import torch
@@ -10,10 +9,10 @@ import torch
 import config
 import data
 from config import UserError
-from config.files import write_file
+from config.curves import compare
 from config.machine import set_threads
 from config.measures import MEASURES, On, losses
-from config.tables import draw, print_numbers
+from config.tables import print_numbers, write_numbers
 from sample import load_settings, open_model
 from train import METHODS
 
@@ -25,6 +24,7 @@ eval_rows = 512  # validation rows; records: as many test questions
 slow_rows = 32  # of these, how many are read token by token where a measure needs that
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 beside = ''  # records: other runs or checkpoints, separated by commas, that answer the same questions in turn
+curves = ''  # runs, separated by commas: their validation losses side by side, and nothing else
 batch_size = 32  # rows at once
 seed = 1337  # of all draws
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
@@ -35,6 +35,11 @@ threads = 0  # CPU threads, 0 = PyTorch's choice
 def main(argv):
     settings, *_ = load_settings(__file__, argv)
     globals().update(settings)
+    if curves:
+        numbers, unit = compare(curves.split(','))
+        print_numbers(numbers, unit)
+        write_numbers(output or 'out/curves', numbers, f'validation loss in {unit}', **{'unit of loss': unit})
+        return
     config.check_range(settings, 'eval_rows slow_rows batch_size')
     config.check_range(settings, 'seed', 0, 2 ** 63)
     set_threads(threads)
@@ -73,11 +78,9 @@ def main(argv):
     name_of_file = 'eval' if os.path.basename(stem) == 'ckpt' else os.path.basename(stem) + '_eval'
     folder = os.path.dirname(path) if saved['settings'] else 'out'  # a published one's is not ours
     target = output or os.path.join(folder, name_of_file)
-    os.makedirs(os.path.dirname(target) or '.', exist_ok=True)
     about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
              'unit of loss': unit, 'model_config': saved['model_config']}
-    write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))
-    print(f'\nwritten to {target}.json' + (f' and {target}.png' if draw(numbers, title, target + '.png') else ''))
+    write_numbers(target, numbers, title, **about)
 
 
 if __name__ == '__main__':
