@@ -22,6 +22,7 @@ dataset = ''  # the data set whose validation rows are read, empty: the one that
 output = ''  # where to write, without ending; empty: eval beside ckpt.pt, stage1_eval beside stage1.pt
 eval_rows = 512  # validation rows; records: as many test questions
 slow_rows = 32  # of these, how many are read token by token where a measure needs that
+kappa = 0.0  # Thoughtbubbles: streams per token, 0 = as trained
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 beside = ''  # records: other runs or checkpoints, separated by commas, that answer the same questions in turn
 curves = ''  # runs, separated by commas: their validation losses side by side, and nothing else
@@ -46,6 +47,12 @@ def main(argv):
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
     if (n_mem or beside) and saved['meta']['kind'] != 'records':
         raise UserError(f'n_mem, beside: {path} is a {saved["method"]} model, they are for models of records')
+    if kappa and not getattr(model, 'forks', None):
+        raise UserError(f'kappa = {kappa}: {path} is a {saved["method"]} model, which has no budget of streams')
+    if kappa:
+        saved['model_config']['kappa'] = kappa
+        model.config.kappa = kappa
+        model.config.__post_init__()  # refuses what cannot be
 
     # the data: those that the model was trained on, unless others are named
     name = dataset or saved['settings'].get('dataset')

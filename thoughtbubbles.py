@@ -30,8 +30,10 @@ PAD = -1e4  # log_p of a stream that is padding: exp(PAD) is 0, so nobody attend
 class ThoughtbubblesConfig(GPTConfig):
     fork_layers: tuple = (1, 2)  # fork before these blocks, counted from 0; the paper: 3,7,11 at every size
     kappa: float = 2.0  # budget: ceil(kappa * tokens) streams; the paper: 2 or 4
-    merge: str = 'probs'  # a token's streams become one prediction: probs | residual | rightmost (ablation)
-    attenuate_attention: bool = True  # False (ablation): scores gate the residual updates only
+    merge: str = 'probs'  # a token's streams predict as one: probs | residual | for ablations: logits | rightmost
+    # p dims three things: a stream's key and its value, for those who attend to it, and the updates that it gets
+    attenuate_attention: bool | str = True  # ablations: False = neither of the two, or one alone: keys | values
+    gate_updates: bool = True  # False (ablation): a stream is updated in full whatever its p
     random_forks: bool = False  # True (ablation): which streams survive is drawn at random
     copies: int = 1  # baseline copy-N: repeat every input token; the paper's has fork_layers=() merge=rightmost
     # not in the paper; with 14, -14 and True a pretrained model starts as it was: originals nearly undimmed,
@@ -54,7 +56,10 @@ class ThoughtbubblesConfig(GPTConfig):
             raise UserError(f'kappa = {self.kappa}: must be at least 1, since every token keeps its original, and '
                             'at most 1e6')
         check_range(vars(self), 'keep_bias fork_bias', -1e6)
-        check_choice(vars(self), 'merge', 'probs residual rightmost')
+        check_choice(vars(self), 'merge', 'probs residual logits rightmost')
+        if self.attenuate_attention not in (True, False, 'keys', 'values'):
+            raise UserError(f'attenuate_attention = {self.attenuate_attention!r}: choose True, False, keys, '
+                            'values')
         check_range(vars(self), 'copies')
 
 
@@ -144,6 +149,9 @@ class Thoughtbubbles(GPT):
         if config.undivided_scores:
             for layer in self.layers:
                 layer.attn.score_unit = config.head_width ** 0.5
+        if config.attenuate_attention == 'values':
+            for layer in self.layers:
+                layer.attn.score_unit = 0.0
 
     def budget(self, tokens):
         return math.ceil(round(self.config.kappa * tokens, 6))  # 1.1 * 10 is not 11 in floating point
@@ -183,21 +191,57 @@ class Thoughtbubbles(GPT):
             if not scored:
                 x = layer(x, rope, mask)
                 continue
-            key_score = log_p
-            if not self.config.attenuate_attention:  # attention then only tells streams from padding
-                key_score = None if pad is None else ~alive(log_p) * PAD
-            x = layer(x, rope, mask, log_p=key_score, gate=log_p.exp()[..., None])
+            gate = log_p.exp()[..., None] if self.config.gate_updates else None
+            x = layer(x, rope, *self.attention_scores(log_p, mask, pad), gate=gate)
         return x, log_p, src
 
+    def attention_scores(self, log_p, mask, pad):
+        """(mask, log_p) for attention, as attenuate_attention wants them. mask: None or bool, as in attention."""
+        how = self.config.attenuate_attention
+        if how is True:
+            return mask, log_p
+        if how is False:  # attention then only tells streams from padding
+            return mask, None if pad is None else ~alive(log_p) * PAD
+        # attention has one log_p for both, so here a mask (B,1,S,S) says what keys weigh, or which are padding
+        S = log_p.size(1)
+        seen = torch.ones(S, S, dtype=torch.bool, device=log_p.device).tril()[None] if mask is None else mask[:, 0]
+        if how == 'values':
+            itself = torch.eye(S, dtype=torch.bool, device=log_p.device)
+            return (seen & (alive(log_p)[:, None] | itself))[:, None], log_p
+        bias = log_p * self.layers[0].attn.score_unit * self.config.head_width ** -0.5
+        return torch.where(seen, bias[:, None], -math.inf)[:, None], None
+
     def trunk(self, idx, pad=None, **plain):
-        """As GPT.trunk, for merge='residual' or 'rightmost': a token's streams as one vector."""
+        """As GPT.trunk, where merge is not 'probs': a token's streams as one vector."""
         if self.plain:
             return super().trunk(idx, pad=pad, **plain)
-        x, log_p, src = self.streams(idx, pad, **plain)
-        weight = log_p.exp() if self.config.merge == 'residual' else is_original(src)
+        return self.merge_vectors(*self.streams(idx, pad, **plain), idx.size(1))
+
+    def merge_vectors(self, x, log_p, src, T):
+        """Where merge is not 'probs': streams x (B,S,C) -> one vector per token (B,T,C)."""
+        weight = is_original(src)
+        if self.config.merge == 'residual':
+            weight = log_p.exp()
+        elif self.config.merge == 'logits':  # the head is linear: the mean of logits is that of the mean input
+            x = self.ln_f(x)
+            weight = token_weights(log_p, src, T).exp()
         x = x * weight[..., None]
-        merged = torch.zeros(*idx.shape, x.size(2), dtype=x.dtype, device=x.device)
+        merged = torch.zeros(len(x), T, x.size(2), dtype=x.dtype, device=x.device)
         return merged.scatter_add(1, src[..., None].expand_as(x), x)
+
+    def logits(self, x):
+        """As GPT.logits; where logits are merged, x has been through the final norm."""
+        if self.plain or self.config.merge != 'logits':
+            return super().logits(x)
+        y = self.lm_head(x)
+        return y.to(torch.promote_types(y.dtype, torch.float32))
+
+    def nll(self, x, targets):
+        """As GPT.nll, of the same x."""
+        if self.plain or self.config.merge != 'logits':
+            return super().nll(x, targets)
+        target_logit, lse = self.target_numbers(x, targets)
+        return lse - target_logit
 
     def merge_probs(self, x, log_p, src, T):
         """merge='probs': streams x (B,S,C) -> log-probabilities (B,T,V), averaged over a token's streams."""

@@ -33,20 +33,23 @@ def compare(folders):
     saved, unit, first = runs[folders[0]]
     for folder, (other, other_unit, _) in runs.items():
         if other_unit != unit or other['meta']['tokenizer'] != saved['meta']['tokenizer']:
-            raise UserError(f'curves: {folder} has losses in {other_unit}, {folders[0]} in {unit}, or its tokenizer '
-                            'is another: they do not compare')
+            raise UserError(f'curves: {folder} has losses in {other_unit}, {folders[0]} in {unit}, or its '
+                            'tokenizer is another: they do not compare')
     what = unit.split()[-1] + 's'  # tokens or records
     goal = first[-1][2]
     summary = []
     for folder, (saved, _, points) in runs.items():
-        step, seen = next(((step, seen) for step, seen, loss in points if loss <= goal), (None, None))
+        step, share = next(((step, seen / max(1, first[-1][1])) for step, seen, loss in points if loss <= goal),
+                           (None, None))
         summary.append({'run': folder, 'method': saved['method'], 'steps': points[-1][0], what: points[-1][1],
                         'best loss': min(loss for *_, loss in points), 'final loss': points[-1][2],
-                        f'step with {goal:.4f}': step, f'share of the {what} of the first': None if step is None else seen / max(1, first[-1][1])})
+                        f'step with {goal:.4f}': step, f'share of the {what} of the first': share})
     tables = {'runs': summary}
     for i, axis in enumerate(['steps', what]):
         places = sorted({point[i] for *_, points in runs.values() for point in points})
-        curves = {folder: {point[i]: point[2] for point in points} for folder, (*_, points) in runs.items()}
-        tables[f'loss over {axis}'] = [{axis: place, **{folder: curve.get(place) for folder, curve in curves.items()}}
-                                       for place in places]
+        tables[f'loss over {axis}'] = [{axis: place} for place in places]
+        for folder, (*_, points) in runs.items():
+            loss_at = {point[i]: point[2] for point in points}
+            for row in tables[f'loss over {axis}']:
+                row[folder] = loss_at.get(row[axis])
     return tables, unit

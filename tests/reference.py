@@ -107,9 +107,11 @@ def thoughtbubbles(model, tokens, detach=()):
         def score(use):
             log_p = torch.stack([stream[1] for stream in streams])
             return log_p.detach() if use in detach else log_p
-        dims = float(c.attenuate_attention)  # the ablation: attention without scores
+        dims_keys = c.attenuate_attention in (True, 'keys')  # the ablations: one of the uses, or none
+        dims_values = c.attenuate_attention in (True, 'values')
         x = block(layer, torch.stack([stream[0] for stream in streams]), positions, lambda i, j: j <= i,
-                  dims * score('logits'), dims * score('values'), score('attention update'), score('mlp update'))
+                  dims_keys * score('logits'), dims_values * score('values'),
+                  c.gate_updates * score('attention update'), c.gate_updates * score('mlp update'))
         streams = [(x[i], log_p, src) for i, (_, log_p, src) in enumerate(streams)]
 
     predictions = []
@@ -121,6 +123,8 @@ def thoughtbubbles(model, tokens, detach=()):
             predictions.append(sum(w * q for w, q in zip(p / p.sum(), each)))
         elif c.merge == 'residual':  # one vector predicts, the sum of the streams
             predictions.append(logits(model, sum(w * x for w, (x, _, _) in zip(p, own))).softmax(0))
+        elif c.merge == 'logits':  # an ablation: the average of the logits counts
+            predictions.append(sum(w * logits(model, x) for w, (x, _, _) in zip(p / p.sum(), own)).softmax(0))
         else:  # 'rightmost', an ablation: the original alone
             predictions.append(logits(model, own[-1][0]).softmax(0))
     return torch.stack(predictions).log()
