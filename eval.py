@@ -13,6 +13,7 @@ from config.curves import compare
 from config.machine import set_threads
 from config.measures import MEASURES, On, losses
 from config.tables import print_numbers, write_numbers
+from data.test_sets import read_test_set
 from sample import load_settings, open_model
 from train import METHODS
 
@@ -24,6 +25,7 @@ eval_rows = 512  # validation rows; records: as many test questions
 slow_rows = 32  # of these, how many are read token by token where a measure needs that
 kappa = 0.0  # Thoughtbubbles: streams per token, 0 = as trained
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
+test_set = ''  # records: a JSON or JSONL file of other test questions, with their answers; see data/README.md
 beside = ''  # records: other runs or checkpoints, separated by commas, that answer the same questions in turn
 curves = ''  # runs, separated by commas: their validation losses side by side, and nothing else
 batch_size = 32  # rows at once
@@ -45,8 +47,9 @@ def main(argv):
     config.check_range(settings, 'seed', 0, 2 ** 63)
     set_threads(threads)
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
-    if (n_mem or beside) and saved['meta']['kind'] != 'records':
-        raise UserError(f'n_mem, beside: {path} is a {saved["method"]} model, they are for models of records')
+    if (n_mem or beside or test_set) and saved['meta']['kind'] != 'records':
+        raise UserError(f'n_mem, beside, test_set: {path} is a {saved["method"]} model, they are for models of '
+                        'records')
     if kappa and not getattr(model, 'forks', None):
         raise UserError(f'kappa = {kappa}: {path} is a {saved["method"]} model, which has no budget of streams')
     if kappa:
@@ -59,6 +62,8 @@ def main(argv):
     data.ensure_prepared(name, given=bool(dataset))
     rows_of, meta = data.read_with(name, saved['meta']['tokenizer'], given=bool(dataset))
     batches = METHODS[saved['method']][2](rows_of, meta, model.config, seed, eval_rows, batch_size)
+    if test_set:
+        batches.data.dataset, batches.data.test_set = test_set, read_test_set(test_set)
     stage = model.config.stages(1, 0.0, 1)[-1]  # validation rows as in the last stage
 
     def rows(n):
@@ -77,16 +82,18 @@ def main(argv):
     numbers = {}
     for measure in MEASURES.get(saved['method'], [losses]):
         numbers.update(measure(model, on))  # a later one may refine a number
-    title = f'{saved["method"]}, {path} at step {saved["step"]}, {name}'
+    title = f'{saved["method"]}, {path} at step {saved["step"]}, {name}' + f', asked {test_set}' * bool(test_set)
     unit = data.UNIT[meta['kind']]
     print(title)
     print_numbers(numbers, unit)
     stem = os.path.splitext(path.rstrip('/'))[0]
     name_of_file = 'eval' if os.path.basename(stem) == 'ckpt' else os.path.basename(stem) + '_eval'
+    if test_set:
+        name_of_file += '_' + os.path.splitext(os.path.basename(test_set))[0]
     folder = os.path.dirname(path) if saved['settings'] else 'out'  # a published one's is not ours
     target = output or os.path.join(folder, name_of_file)
     about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
-             'unit of loss': unit, 'model_config': saved['model_config']}
+             'test set': test_set, 'unit of loss': unit, 'model_config': saved['model_config']}
     write_numbers(target, numbers, title, **about)
 
 

@@ -146,6 +146,7 @@ class Thoughtbubbles(GPT):
         # created after the core, so that the core starts from the same weights as a plain GPT of the same seed
         self.forks = nn.ModuleDict({str(layer): Fork(config) for layer in sorted(config.fork_layers)})
         self.plain = not self.forks and config.copies == 1  # one stream per token: the plain GPT
+        self.normed = config.merge == 'logits' and not self.plain  # what trunk gives
         if config.undivided_scores:
             for layer in self.layers:
                 layer.attn.score_unit = config.head_width ** 0.5
@@ -230,17 +231,12 @@ class Thoughtbubbles(GPT):
         return merged.scatter_add(1, src[..., None].expand_as(x), x)
 
     def logits(self, x):
-        """As GPT.logits; where logits are merged, x has been through the final norm."""
-        if self.plain or self.config.merge != 'logits':
-            return super().logits(x)
-        y = self.lm_head(x)
+        """As GPT.logits, but merged logits have had the final norm before."""
+        y = self.lm_head(x if self.normed else self.ln_f(x))
         return y.to(torch.promote_types(y.dtype, torch.float32))
 
     def nll(self, x, targets):
-        """As GPT.nll, of the same x."""
-        if self.plain or self.config.merge != 'logits':
-            return super().nll(x, targets)
-        target_logit, lse = self.target_numbers(x, targets)
+        target_logit, lse = self.target_numbers(x if self.normed else self.ln_f(x), targets)
         return lse - target_logit
 
     def merge_probs(self, x, log_p, src, T):

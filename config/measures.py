@@ -280,6 +280,8 @@ def right_answers(model, on):
     data = on.batches.data
     found = []
     for record, encoded in zip(*data.read('test', n=on.n_rows)):
+        if not encoded.steps and 'cot' == getattr(c, 'train_on', ''):  # what it would write is not known
+            continue
         readouts, _, n_mem = c.readouts(on.batches.names[-1], encoded)
         answer = len(encoded.answer) + 1  # with its end
         n_mem = on.n_mem or n_mem
@@ -288,6 +290,8 @@ def right_answers(model, on):
         x = model.trunk(idx, positions, *map(memory_mask, read_by))
         nll = model.nll(x.flatten(0, 1)[at], targets).view(len(readouts), -1)  # (K, tokens of a read-out)
         found.append(nll[:, -answer:].sum(dim=1))
+    if not found:
+        return {}
     found = torch.stack(found).double()  # (n,K)
     error = found.std(dim=0, correction=0) / len(found) ** 0.5
     return {'-log P(right answer)': [
@@ -308,27 +312,53 @@ def answers(model, on):
         if blocks < 2 * c.n_blocks:
             print(f'block_size = {c.block_size} has room for {blocks} blocks, not for {2 * c.n_blocks}')
 
+    heard = []  # what model.answers says, batch by batch
+
+    def ask(questions, **how):
+        heard.append(model.answers(questions, **how))
+        return heard[-1]
+
     def correct(**how):
-        return records.score(partial(model.answers, n_mem=on.n_mem, **how), tokenizer, questions, on.batch_size)
+        return records.score(partial(ask, n_mem=on.n_mem, **how), tokenizer, questions, on.batch_size)
 
     by_block = correct(n_blocks=blocks, every_block=True)  # (n, blocks)
-    last = by_block[:, min(c.n_blocks, max(1, blocks)) - 1]
+    K = min(c.n_blocks, max(1, blocks))
+    if blocks:
+        sure, agrees = trust(heard, K)
+    last = by_block[:, K - 1]
     steps = np.array([len(record.steps) for record in questions])
     # where stage 1 has the answer
     at_own_step = by_block[np.arange(len(steps)), steps.clip(1, max(1, blocks)) - 1]
-    numbers = {'questions': len(questions), 'accuracy': last.mean().item(),
-               'standard error': last.std().item() / len(last) ** 0.5,
-               'pass@8 at temperature 1': correct(samples=8, temperature=1.0).any(1).mean().item(),
+    numbers = {'questions': len(questions), **with_error('accuracy', last),
+               **with_error('pass@8 at temperature 1', correct(samples=8, temperature=1.0).any(1)),
                'accuracy by steps': [
-                   {'steps': n, 'accuracy': last[steps == n].mean().item(),
-                    'at the block of the last step': at_own_step[steps == n].mean().item() if blocks else None,
+                   {'steps': n, **with_error('accuracy', last[steps == n]),
+                    'at the block of the last step': at_own_step[steps == n].mean().item() if blocks * n else None,
                     'questions': (steps == n).sum().item()} for n in np.unique(steps).tolist()]}
     if blocks:
-        numbers['any block'] = by_block[:, :c.n_blocks].any(1).mean().item()
-        numbers['block of the last step'] = at_own_step.mean().item()
-        numbers['accuracy by blocks'] = [{'blocks': k, 'accuracy': accuracy}
-                                         for k, accuracy in enumerate(by_block.mean(0).tolist(), 1)]
+        numbers.update(with_error('any block', by_block[:, :c.n_blocks].any(1)))
+        if steps.any():  # a test set may have none
+            numbers.update(with_error('block of the last step', at_own_step))
+        numbers['accuracy by blocks'] = [
+            {'blocks': k + 1, **with_error('accuracy', by_block[:, k]), **with_error('P(its answer)', sure[:, k]),
+             **with_error(f'agrees with {K}', agrees[:, k])} for k in range(blocks)]
     return numbers
+
+
+def with_error(name, values):
+    """A mean over questions and its standard error."""
+    values = np.asarray(values, dtype=float)
+    error = (values.std() / len(values) ** 0.5).item()
+    return {name: values.mean().item(), 'standard error' if name == 'accuracy' else f'error of {name}': error}
+
+
+def trust(heard, K):
+    """What tells which block to trust, (n,blocks) each: the probability of the answer that a block gives, and
+    whether it is, token by token, that of block K. heard: of each batch what RiM.answers says of every block."""
+    sure = [torch.stack([log_p for [(_, log_p)] in read], dim=1).exp().cpu() for read in heard]
+    agrees = [[rows[r] == read[K - 1][0][0][r] for [(rows, _)] in read]
+              for read in heard for r in range(len(read[0][0][0]))]
+    return torch.cat(sure).double().numpy(), np.array(agrees)
 
 
 def time_answer(model, tokenizer, question, n_mem):

@@ -292,7 +292,7 @@ def sharp_bubbles(**settings):
 
 
 def slow_blocks(model, tokens):
-    """For each block, from the plain rendering: (streams per token, mean p, what originals give to their copies)."""
+    """For each block, from the plain rendering: (streams per token, mean p, what originals give to copies)."""
     streams = [(model.wte.weight[token], torch.zeros(()).double(), i) for i, token in enumerate(tokens)]
     blocks = []
     for number, layer in enumerate(model.layers):

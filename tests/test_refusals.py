@@ -291,6 +291,8 @@ COMMANDS = [
     ('eval.py --out_dir={gpt} --beside={rim}', 'ckpt.pt is a gpt model, they are for models of records'),
     ('sample.py --init_from={gpt} --checkpoint=x', 'give that, or checkpoint, or out_dir'),
     ('eval.py --out_dir={gpt} --dataset={other}', 'with another tokenizer than the model has'),
+    ('eval.py --out_dir={gpt} --test_set=x.json', 'ckpt.pt is a gpt model, they are for models of records'),
+    ('eval.py --out_dir={rim} --test_set={out}/no.json', 'no.json is not there or is not UTF-8 text'),
     ('eval.py --out_dir={rim} --beside={gpt}',
      'beside: ...run_gpt was not trained on records with the tokenizer of'),
     ('eval.py --out_dir={rim} --beside={out}/nowhere', 'nowhere is not there'),
