@@ -199,11 +199,11 @@ class Thoughtbubbles(GPT):
     def attention_scores(self, log_p, mask, pad):
         """(mask, log_p) for attention, as attenuate_attention wants them. mask: None or bool, as in attention."""
         how = self.config.attenuate_attention
-        if how is True:
+        if how is True or how == 'values' and pad is None:  # there score_unit is 0
             return mask, log_p
         if how is False:  # attention then only tells streams from padding
             return mask, None if pad is None else ~alive(log_p) * PAD
-        # attention has one log_p for both, so here a mask (B,1,S,S) says what keys weigh, or which are padding
+        # attention has one log_p for both, so a mask (B,1,S,S) says which keys are padding, or what they weigh
         S = log_p.size(1)
         seen = torch.ones(S, S, dtype=torch.bool, device=log_p.device).tril()[None] if mask is None else mask[:, 0]
         if how == 'values':

@@ -78,8 +78,8 @@ def fixed_budget(model, on):
 
 class Watch(TorchFunctionMode):
     """While it is active and a Thoughtbubbles model reads a row: what each block reads. `blocks` has for each
-    (streams per token, mean p, the share of its attention that an original gives to its own copies: the mean over
-    heads and originals with copies, None where no token has any)."""
+    (the share of its attention that an original gives to its own copies, the mean over heads and originals with
+    copies, None where there are none; streams per token; mean p)."""
 
     def __init__(self, model, tokens):
         super().__init__()
@@ -100,8 +100,8 @@ class Watch(TorchFunctionMode):
             copy_of = F.one_hot(self.src) * ~original[:, None]
             weight = function(q, k, copy_of.to(q).expand(1, k.size(1), -1, -1), **kwargs)  # (1,H,S,T)
             share = weight[0, :, original].diagonal(dim1=1, dim2=2)[:, copy_of.any(dim=0)]
-            self.blocks.append((len(self.src) / int(original.sum()), self.log_p.exp().mean().item(),
-                                share.mean().item() if share.numel() else None))
+            self.blocks.append((share.mean().item() if share.numel() else None,
+                                len(self.src) / int(original.sum()), self.log_p.exp().mean().item()))
         return function(*args, **(kwargs or {}))
 
     def __exit__(self, *error):
@@ -143,9 +143,10 @@ def streams(model, on):
             for part in entropy.argsort().chunk(10)]
     table = []
     for i, rows in enumerate(zip(*blocks)):
-        count, score, share = ([n for n in column if n is not None] for column in zip(*rows))
-        table.append({'block': i, 'streams per token': sum(count) / len(count), 'mean p': sum(score) / len(score),
-                      'attention of originals to their copies': sum(share) / len(share) if share else None})
+        share, count, score = ([n for n in column if n is not None] for column in zip(*rows))
+        table.append({'block': i,
+                      'attention of originals to their copies': sum(share) / len(share) if share else None,
+                      'streams per token': sum(count) / len(count), 'mean p': sum(score) / len(score)})
     return {'r(entropy, streams)': r, 'p': p, 'streams by entropy of the prediction': bins,
             'streams by block': table}
 

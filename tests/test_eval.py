@@ -292,7 +292,7 @@ def sharp_bubbles(**settings):
 
 
 def slow_blocks(model, tokens):
-    """For each block, from the plain rendering: (streams per token, mean p, what originals give to copies)."""
+    """For each block, from the plain rendering: (what originals give to copies, streams per token, mean p)."""
     streams = [(model.wte.weight[token], torch.zeros(()).double(), i) for i, token in enumerate(tokens)]
     blocks = []
     for number, layer in enumerate(model.layers):
@@ -313,7 +313,7 @@ def slow_blocks(model, tokens):
                     weights = ((k[:last + 1] @ q[last] + log_p[:last + 1]) / 8 ** 0.5).softmax(0)
                     given.append(weights[copies].sum().item())
         mean = sum(given) / len(given) if given else None
-        blocks.append((len(streams) / len(tokens), log_p.exp().mean().item(), mean))
+        blocks.append((mean, len(streams) / len(tokens), log_p.exp().mean().item()))
         x = reference.block(layer, x, positions, lambda i, j: j <= i, log_p, log_p, log_p, log_p)
         streams = [(x[i], score, src) for i, (_, score, src) in enumerate(streams)]
     return blocks
@@ -329,7 +329,7 @@ def test_blocks_are_told_their_streams_p_and_how_originals_attend_to_copies():
             assert value == (None if column[0] is None else pytest.approx(sum(column) / 2, rel=1e-6))
     assert [row['block'] for row in got] == [0, 1, 2] and got[0]['mean p'] == 1.0
     assert got[0]['attention of originals to their copies'] is None
-    assert got[2]['streams per token'] == pytest.approx(20 / 12) and 0.01 < list(got[2].values())[-1] < 0.99
+    assert got[2]['streams per token'] == pytest.approx(20 / 12) and 0.01 < list(got[2].values())[1] < 0.99
     assert all(not fork._forward_hooks for fork in model.forks.values())
 
 

@@ -197,7 +197,7 @@ COMMANDS = [
     ('train.py --method=thoughtbubbles --fork_layers=1,1', 'fork_layers = (1, 1): each layer may be named once'),
     ('train.py --method=thoughtbubbles --kappa=0.5', 'kappa = 0.5: must be at least 1'),
     ('train.py --method=thoughtbubbles --kappa=1e308', 'kappa = 1e+308: must be at least 1, ... and at most 1e6'),
-    ('train.py --method=thoughtbubbles --merge=mean', "merge = 'mean': choose probs, residual, rightmost"),
+    ('train.py --method=thoughtbubbles --merge=mean', "merge = 'mean': choose probs, residual, logits, rightmost"),
     ('train.py --method=thoughtbubbles --copies=0', 'copies = 0: must be at least 1'),
     ('train.py --method=cyb --W=0', 'W = 0: must be at least 1'),
     ('train.py --method=cyb --gamma0=0', 'gamma0 = 0.0: must be in (0, 1]'),
