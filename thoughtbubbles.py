@@ -60,6 +60,9 @@ class ThoughtbubblesConfig(GPTConfig):
         if self.attenuate_attention not in (True, False, 'keys', 'values'):
             raise UserError(f'attenuate_attention = {self.attenuate_attention!r}: choose True, False, keys, '
                             'values')
+        if self.fork_layers and self.merge == 'rightmost' and not (self.attenuate_attention or self.gate_updates):
+            raise UserError('merge = rightmost, attenuate_attention = False, gate_updates = False: nothing is '
+                            'left that the scores could learn from; change one of them')
         check_range(vars(self), 'copies')
 
 

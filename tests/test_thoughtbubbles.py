@@ -261,6 +261,7 @@ def test_flops_follow_the_streams():
     (dict(fork_layers=(1, 3)), 'fork_layers = .*3 is not a block of n_layer = 3'),
     (dict(fork_layers=(1.5,)), 'fork_layers'), (dict(fork_layers=(1, 1)), 'once'),
     (dict(kappa=0.5), 'kappa = 0.5'), (dict(kappa=math.nan), 'kappa = nan'),
+    (dict(merge='rightmost', attenuate_attention=False, gate_updates=False), 'nothing is left that the scores'),
     (dict(merge='mean'), "merge = 'mean'"),
     (dict(attenuate_attention='all'), "attenuate_attention = 'all': choose True, False, keys, values"),
      (dict(keep_bias=math.inf), 'keep_bias = inf'),
