@@ -48,107 +48,15 @@ def loss_of(model, rows):
 def prefixes(model, on):
     """Which copies survive may depend on later tokens. What that is worth: the loss when every token is predicted
     from a row that ends before it, as in generation, against one pass over the whole row."""
-    by_prefixes = prefix_loss(model, on.slow)
-    n, loss = loss_of(model, on.slow).values()
-    return {'slow rows': n, 'loss in one pass': loss, 'loss by prefixes': by_prefixes,
-            'perplexity in one pass': perplexity(loss), 'perplexity by prefixes': perplexity(by_prefixes)}
-
-
-def prefix_loss(model, rows):
     total, count = 0.0, 0
-    for idx, targets in rows:
+    for idx, targets in on.slow:
         for t in progress(range(idx.size(1)), 'prefixes'):
             logits = model.next_logits(idx[:, :t + 1], None, None)
             total += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
         count += targets.numel()
-    return total / count
-
-
-def fixed_budget(model, on):
-    """Thoughtbubbles: the loss by prefixes if the budget does not grow with the text, but is that of a full row
-    from the first token on."""
-    if not model.forks:
-        return {}
-    budget = model.budget(model.config.block_size)
-    model.budget = lambda tokens: budget  # hides the method
-    loss = prefix_loss(model, on.slow)
-    del model.budget
-    return {'loss by prefixes, fixed budget': loss, 'perplexity by prefixes, fixed budget': perplexity(loss)}
-
-
-class Watch(TorchFunctionMode):
-    """While it is active and a Thoughtbubbles model reads a row: what each block reads. `blocks` has for each
-    (the share of its attention that an original gives to its own copies, the mean over heads and originals with
-    copies, None where there are none; streams per token; mean p)."""
-
-    def __init__(self, model, tokens):
-        super().__init__()
-        self.log_p = torch.zeros(tokens * model.config.copies)  # before the first fork
-        self.src = torch.arange(tokens).repeat_interleave(model.config.copies)
-        self.blocks = []
-        self.hooks = [fork.register_forward_hook(self.forked) for fork in model.forks.values()]
-
-    def forked(self, fork, inputs, output):
-        _, (self.log_p,), (self.src,) = output
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.scaled_dot_product_attention:
-            q, k, _ = args  # (1,H,S,D)
-            original = is_original(self.src[None])[0]
-            # with values (S,T) that say whose copy a stream is, attention gives each query's weight on every
-            # token's copies
-            copy_of = F.one_hot(self.src) * ~original[:, None]
-            weight = function(q, k, copy_of.to(q).expand(1, k.size(1), -1, -1), **kwargs)  # (1,H,S,T)
-            share = weight[0, :, original].diagonal(dim1=1, dim2=2)[:, copy_of.any(dim=0)]
-            self.blocks.append((share.mean().item() if share.numel() else None,
-                                len(self.src) / int(original.sum()), self.log_p.exp().mean().item()))
-        return function(*args, **(kwargs or {}))
-
-    def __exit__(self, *error):
-        for hook in self.hooks:
-            hook.remove()
-        return super().__exit__(*error)
-
-
-def entropies(model, x, log_p, src, T):
-    """Entropy in nats (T,) of a row's predictions, from its streams after the last block, for few tokens at a
-    time: the predictions of all may be too large."""
-    found = []
-    for first in range(0, T, 32):
-        n = min(32, T - first)
-        here = (src[0] >= first) & (src[0] < first + n)
-        part = x[:, here], log_p[:, here], src[:, here] - first, n
-        predicted = model.merge_probs(*part) if model.config.merge == 'probs' else \
-            model.logits(model.merge_vectors(*part)).log_softmax(dim=-1)
-        found.append(-(predicted.exp() * predicted).sum(dim=-1)[0])
-    return torch.cat(found)
-
-
-def streams(model, on):
-    """Thoughtbubbles: whether the streams go where the model is uncertain, and what each block has of them."""
-    if model.plain:
-        return {}
-    entropy, held, blocks = [], [], []
-    for row in progress([row[None] for batch in on.rows for row in batch[0]], 'streams'):
-        T = row.size(1)
-        with Watch(model, T) as watch:
-            x, log_p, src = model.streams(row)
-        entropy.append(entropies(model, x, log_p, src, T).cpu().double())
-        held.append(src[0].bincount(minlength=T).cpu().double())
-        blocks.append(watch.blocks)
-    entropy, held = torch.cat(entropy), torch.cat(held)
-    r, p = correlation(entropy, held)
-    bins = [{'entropy': entropy[part].mean().item(), 'streams per token': held[part].mean().item(),
-             'standard error': (held[part].std(correction=0) / len(part) ** 0.5).item(), 'tokens': len(part)}
-            for part in entropy.argsort().chunk(10)]
-    table = []
-    for i, rows in enumerate(zip(*blocks)):
-        share, count, score = ([n for n in column if n is not None] for column in zip(*rows))
-        table.append({'block': i,
-                      'attention of originals to their copies': sum(share) / len(share) if share else None,
-                      'streams per token': sum(count) / len(count), 'mean p': sum(score) / len(score)})
-    return {'r(entropy, streams)': r, 'p': p, 'streams by entropy of the prediction': bins,
-            'streams by block': table}
+    n, loss = loss_of(model, on.slow).values()
+    return {'slow rows': n, 'loss in one pass': loss, 'loss by prefixes': total / count,
+            'perplexity in one pass': perplexity(loss), 'perplexity by prefixes': perplexity(total / count)}
 
 
 def slot_numbers(model, idx, targets):
@@ -272,6 +180,93 @@ def skipping(model, on):
         numbers[f'loss {name}'] = torch.cat(nll).mean().item()
         numbers[f'slots {name}'] = sum(used) / len(used)
     return numbers
+
+
+def fixed_budget(model, on):
+    """Thoughtbubbles: the loss by prefixes if the budget does not grow with the text, but is that of a full row
+    from the first token on."""
+    if not model.forks:
+        return {}
+    budget = model.budget(model.config.block_size)
+    model.budget = lambda tokens: budget  # hides the method
+    loss = prefixes(model, on)['loss by prefixes']
+    del model.budget
+    return {'loss by prefixes, fixed budget': loss, 'perplexity by prefixes, fixed budget': perplexity(loss)}
+
+
+class Watch(TorchFunctionMode):
+    """While it is active and a Thoughtbubbles model reads a row: what each block reads. `blocks` has for each
+    (the share of its attention that an original gives to its own copies, the mean over heads and originals with
+    copies, None where there are none; streams per token; mean p)."""
+
+    def __init__(self, model, tokens):
+        super().__init__()
+        self.log_p = torch.zeros(tokens * model.config.copies)  # before the first fork
+        self.src = torch.arange(tokens).repeat_interleave(model.config.copies)
+        self.blocks = []
+        self.hooks = [fork.register_forward_hook(self.forked) for fork in model.forks.values()]
+
+    def forked(self, fork, inputs, output):
+        _, (self.log_p,), (self.src,) = output
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            q, k, _ = args  # (1,H,S,D)
+            original = is_original(self.src[None])[0]
+            # with values (S,T) that say whose copy a stream is, attention gives each query's weight on every
+            # token's copies
+            copy_of = F.one_hot(self.src) * ~original[:, None]
+            weight = function(q, k, copy_of.to(q).expand(1, k.size(1), -1, -1), **kwargs)  # (1,H,S,T)
+            share = weight[0, :, original].diagonal(dim1=1, dim2=2)[:, copy_of.any(dim=0)]
+            self.blocks.append((share.mean().item() if share.numel() else None,
+                                len(self.src) / int(original.sum()), self.log_p.exp().mean().item()))
+        return function(*args, **(kwargs or {}))
+
+    def __exit__(self, *error):
+        for hook in self.hooks:
+            hook.remove()
+        return super().__exit__(*error)
+
+
+def entropies(model, x, log_p, src, T):
+    """Entropy in nats (T,) of a row's predictions, from its streams after the last block, for few tokens at a
+    time: the predictions of all may be too large."""
+    found = []
+    for first in range(0, T, 32):
+        n = min(32, T - first)
+        here = (src[0] >= first) & (src[0] < first + n)
+        part = x[:, here], log_p[:, here], src[:, here] - first, n
+        predicted = model.merge_probs(*part) if model.config.merge == 'probs' else \
+            model.logits(model.merge_vectors(*part)).log_softmax(dim=-1)
+        found.append(-(predicted.exp() * predicted).sum(dim=-1)[0])
+    return torch.cat(found)
+
+
+def streams(model, on):
+    """Thoughtbubbles: whether the streams go where the model is uncertain, and what each block has of them."""
+    if model.plain:
+        return {}
+    entropy, held, blocks = [], [], []
+    for row in progress([row[None] for batch in on.rows for row in batch[0]], 'streams'):
+        T = row.size(1)
+        with Watch(model, T) as watch:
+            x, log_p, src = model.streams(row)
+        entropy.append(entropies(model, x, log_p, src, T).cpu().double())
+        held.append(src[0].bincount(minlength=T).cpu().double())
+        blocks.append(watch.blocks)
+    entropy, held = torch.cat(entropy), torch.cat(held)
+    r, p = correlation(entropy, held)
+    bins = [{'entropy': entropy[part].mean().item(), 'streams per token': held[part].mean().item(),
+             'standard error': (held[part].std(correction=0) / len(part) ** 0.5).item(), 'tokens': len(part)}
+            for part in entropy.argsort().chunk(10)]
+    table = []
+    for i, rows in enumerate(zip(*blocks)):
+        share, count, score = ([n for n in column if n is not None] for column in zip(*rows))
+        table.append({'block': i,
+                      'attention of originals to their copies': sum(share) / len(share) if share else None,
+                      'streams per token': sum(count) / len(count), 'mean p': sum(score) / len(score)})
+    return {'r(entropy, streams)': r, 'p': p, 'streams by entropy of the prediction': bins,
+            'streams by block': table}
 
 
 def right_answers(model, on):
