@@ -11,12 +11,14 @@ import torch
 import config
 import data
 from config import UserError
+from config.curves import compare
 from config.files import write_file
 from config.likelihood import log_likelihood
 from config.machine import autocast, choose_device, choose_dtype, set_threads
 from config.measures import MEASURES, On, losses
-from config.tables import draw, print_numbers
+from config.tables import print_numbers, write_numbers
 from data import zeroshot
+from data.test_sets import read_test_set
 from sample import load_settings, open_model
 from train import METHODS
 
@@ -28,8 +30,11 @@ form = 'ours'  # of the tasks' texts: ours | harness (as lm-evaluation-harness h
 output = ''  # where to write, without ending; empty: eval or zeroshot beside ckpt.pt, stage1_eval beside stage1.pt
 eval_rows = 512  # validation rows; records: as many test questions; tasks: rows of each file
 slow_rows = 32  # of these, how many are read token by token where a measure needs that
+kappa = 0.0  # Thoughtbubbles: streams per token, 0 = as trained
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
+test_set = ''  # records: a JSON or JSONL file of other test questions, with their answers; see data/README.md
 beside = ''  # records: other runs or checkpoints, separated by commas, that answer the same questions in turn
+curves = ''  # runs, separated by commas: their validation losses side by side, and nothing else
 batch_size = 32  # rows at once
 seed = 1337  # of all draws
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
@@ -104,6 +109,11 @@ def print_task(result, remark):
 def main(argv):
     settings, _, given = load_settings(__file__, argv)
     globals().update(settings)
+    if curves:
+        numbers, unit = compare(curves.split(','))
+        print_numbers(numbers, unit)
+        write_numbers(output or 'out/curves', numbers, f'validation loss in {unit}', **{'unit of loss': unit})
+        return
     config.check_range(settings, 'eval_rows slow_rows batch_size')
     config.check_choice(settings, 'form', 'ours harness')
     config.check_range(settings, 'seed', 0, 2 ** 63)
@@ -118,14 +128,23 @@ def main(argv):
         with autocast(device_name, dtype_name):
             zero_shot(path, saved, model)
         return
-    if (n_mem or beside) and saved['meta']['kind'] != 'records':
-        raise UserError(f'n_mem, beside: {path} is a {saved["method"]} model, they are for models of records')
+    if (n_mem or beside or test_set) and saved['meta']['kind'] != 'records':
+        raise UserError(f'n_mem, beside, test_set: {path} is a {saved["method"]} model, they are for models of '
+                        'records')
+    if kappa and not getattr(model, 'forks', None):
+        raise UserError(f'kappa = {kappa}: {path} is a {saved["method"]} model, which has no budget of streams')
+    if kappa:
+        saved['model_config']['kappa'] = kappa
+        model.config.kappa = kappa
+        model.config.__post_init__()  # refuses what cannot be
 
     # the data: those that the model was trained on, unless others are named
     name = dataset or saved['settings'].get('dataset')
     data.ensure_prepared(name, given=bool(dataset))
     rows_of, meta = data.read_with(name, saved['meta']['tokenizer'], given=bool(dataset))
     batches = METHODS[saved['method']][2](rows_of, meta, model.config, seed, eval_rows, batch_size)
+    if test_set:
+        batches.data.dataset, batches.data.test_set = test_set, read_test_set(test_set)
     stage = model.config.stages(1, 0.0, 1)[-1]  # validation rows as in the last stage
 
     def rows(n):
@@ -145,15 +164,14 @@ def main(argv):
     with autocast(device_name, dtype_name):
         for measure in MEASURES.get(saved['method'], [losses]):
             numbers.update(measure(model, on))  # a later one may refine a number
-    title = f'{saved["method"]}, {path} at step {saved["step"]}, {name}'
+    title = f'{saved["method"]}, {path} at step {saved["step"]}, {name}' + f', asked {test_set}' * bool(test_set)
     unit = data.UNIT[meta['kind']]
     print(title)
     print_numbers(numbers, unit)
-    target = output_path(path, saved, 'eval')
+    kind = '_'.join(['eval', os.path.splitext(os.path.basename(test_set))[0]]).rstrip('_')
     about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
-             'unit of loss': unit, 'dtype': dtype_name, 'model_config': saved['model_config']}
-    write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))
-    print(f'\nwritten to {target}.json' + (f' and {target}.png' if draw(numbers, title, target + '.png') else ''))
+             'test set': test_set, 'unit of loss': unit, 'dtype': dtype_name, 'model_config': saved['model_config']}
+    write_numbers(output_path(path, saved, kind), numbers, title, **about)
 
 
 if __name__ == '__main__':

@@ -12,12 +12,14 @@ import inspect
 import math
 import os
 import sys
+from html import escape
 
 import torch
 
 import config
 import train
 from config import UserError
+from config.files import write_file
 from data import Tokenizer, UNIT, read_text
 from data.records import blocks_text, encode_question
 from train import METHODS, open_checkpoint
@@ -41,6 +43,7 @@ streaming = False  # Thoughtbubbles: read each new token alone; faster, but copi
 n_blocks = 0  # Reasoning in Memory: memory blocks after the question, 0 = as trained
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 show = False  # colour tokens by the streams or slots that the model spent on them
+html = ''  # with show: a file to write the coloured text to as well, a page for the browser
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 
 # settings of every model; the others are those of its generate, or answers
@@ -66,6 +69,50 @@ def coloured(tokenizer, tokens, effort, unit, terminal):
                    for t, e in zip(tokens, effort))
     legend = ' '.join(paint(f' {e} ', e) for e in sorted(set(known)))
     return f'{text}\n{unit} per token: {legend}  mean {mean:.2f}'
+
+
+def css(colour):
+    """A terminal's colour, 16...255: a cube of 6 x 6 x 6 and shades of grey, as a page writes it."""
+    levels = 0, 95, 135, 175, 215, 255
+    rgb = [levels[(colour - 16) // n % 6] for n in (36, 6, 1)] if colour < 232 else 3 * [8 + 10 * (colour - 232)]
+    return 'rgb({} {} {})'.format(*rgb)
+
+
+PAGE = """<!DOCTYPE html>
+<html><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ margin: 2em auto; max-width: 50em; padding: 0 1em; font: 17px/2.2 monospace }}
+body, rt {{ background: white; color: black }}
+p {{ white-space: pre-wrap; overflow-wrap: anywhere }}
+ruby {{ ruby-position: under }}
+rt {{ font-size: 55%; line-height: 1; user-select: none }}
+{colours}
+</style></head><body>
+<h1>{title}</h1>
+{texts}
+</body></html>
+"""
+
+
+def page(title, tokenizer, rows, effort, unit):
+    """A web page of texts (token lists): under each token its effort, which is its background as well and what
+    the pointer shows. No other file is needed."""
+    def ruby(token, e):
+        text = tokenizer.decode([token])
+        if e is None:
+            return escape(text)
+        shown = escape(text.replace('\n', '\u21b5'))  # a line break has a colour too
+        return (f'<ruby class="e{min(e, len(COLOURS))}" title="{escape(repr(text))}, {unit}: {e}">{shown}'
+                f'<rt>{e}</rt></ruby>' + '\n' * text.count('\n'))
+
+    texts = []
+    for i, (row, numbers) in enumerate(zip(rows, effort), 1):
+        known = [e for e in numbers if e is not None]
+        mean = sum(known) / max(1, len(known))
+        texts.append(f'<h2>{i} of {len(rows)}: {unit} per token, mean {mean:.2f}</h2>')
+        texts.append('<p>' + ''.join(map(ruby, row, numbers)) + '</p>')
+    colours = '\n'.join(f'.e{i} {{ background: {css(back)}; color: {css(front)} }}'
+                        for i, (back, front) in enumerate(COLOURS, 1))
+    return PAGE.format(title=escape(title), colours=colours, texts='\n'.join(texts))
 
 
 def load_settings(script, argv):
@@ -105,7 +152,7 @@ def main(argv):
     elif 'prompt' not in given:
         text = str(saved['meta'].get('example', '')) if is_question else tokenizer.start_text()
     known = settings.keys() & inspect.signature(generate).parameters.keys()
-    text_only = set() if is_question else {'stop'}  # an answer ends by itself
+    text_only = set() if is_question else {'stop', 'html'}  # an answer ends by itself
     for name in given.keys() - known - GENERAL - text_only:
         raise UserError(f'{name} = {settings[name]!r}: {path} is a {saved["method"]} model without that setting')
     sampling = {name: settings[name] for name in known}
@@ -132,6 +179,10 @@ def main(argv):
         raise UserError(f'stop = {stop!r} is {len(stop_ids)} tokens: give the text of a single token')
     if show and not model.spent([], []):
         raise UserError('show = True: this model spends the same on every token, there is nothing to show')
+    if html and not show:
+        raise UserError(f'html = {html!r}: the page has what --show=True colours, so add that')
+    if html and not os.path.isdir(os.path.dirname(html) or '.'):
+        raise UserError(f'html = {html!r}: its folder is not there, make it first')
     at_once = num_samples == 1 and not show
     written = ''
     new = [[] for _ in range(num_samples)]
@@ -149,14 +200,17 @@ def main(argv):
     if at_once:
         print(so_far[len(written):])
         return
+    unit, effort = model.spent([ids] * num_samples, new) if show else ('', [])
     for i, row in enumerate(new):
         if num_samples > 1:
             print(f'--- {i + 1} of {num_samples} ---')
         if show:
-            unit, effort = model.spent([ids] * num_samples, new)
             print(coloured(tokenizer, ids + row, effort[i], unit, config.is_terminal(sys.stdout)))
         else:
             print(text + tokenizer.decode(row))
+    if html:
+        write_file(html, page(f'{path}, {saved["method"]}', tokenizer, [ids + row for row in new], effort, unit))
+        print(f'written to {html}', file=sys.stderr)
 
 
 if __name__ == '__main__':

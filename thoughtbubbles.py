@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import UserError, check_choice, check_range
-from model import GPT, GPTConfig, KVCache, causal_mask, mean_nll, text_start
+from model import GPT, GPTConfig, causal_mask, mean_nll, text_start
 
 MIN_LOG_SCORE = -20.0  # of a single fork or keep score: else a stream might look like padding
 PAD = -1e4  # log_p of a stream that is padding: exp(PAD) is 0, so nobody attends to it and nothing updates it
@@ -30,8 +30,10 @@ PAD = -1e4  # log_p of a stream that is padding: exp(PAD) is 0, so nobody attend
 class ThoughtbubblesConfig(GPTConfig):
     fork_layers: tuple = (1, 2)  # fork before these blocks, counted from 0; the paper: 3,7,11 at every size
     kappa: float = 2.0  # budget: ceil(kappa * tokens) streams; the paper: 2 or 4
-    merge: str = 'probs'  # a token's streams become one prediction: probs | residual | rightmost (ablation)
-    attenuate_attention: bool = True  # False (ablation): scores gate the residual updates only
+    merge: str = 'probs'  # a token's streams predict as one: probs | residual | for ablations: logits | rightmost
+    # p dims three things: a stream's key and its value, for those who attend to it, and the updates that it gets
+    attenuate_attention: bool | str = True  # ablations: False = neither of the two, or one alone: keys | values
+    gate_updates: bool = True  # False (ablation): a stream is updated in full whatever its p
     random_forks: bool = False  # True (ablation): which streams survive is drawn at random
     copies: int = 1  # baseline copy-N: repeat every input token; the paper's has fork_layers=() merge=rightmost
     # not in the paper; with 14, -14 and True a pretrained model starts as it was: originals nearly undimmed,
@@ -54,7 +56,13 @@ class ThoughtbubblesConfig(GPTConfig):
             raise UserError(f'kappa = {self.kappa}: must be at least 1, since every token keeps its original, and '
                             'at most 1e6')
         check_range(vars(self), 'keep_bias fork_bias', -1e6)
-        check_choice(vars(self), 'merge', 'probs residual rightmost')
+        check_choice(vars(self), 'merge', 'probs residual logits rightmost')
+        if self.attenuate_attention not in (True, False, 'keys', 'values'):
+            raise UserError(f'attenuate_attention = {self.attenuate_attention!r}: choose True, False, keys, '
+                            'values')
+        if self.fork_layers and self.merge == 'rightmost' and not (self.attenuate_attention or self.gate_updates):
+            raise UserError('merge = rightmost, attenuate_attention = False, gate_updates = False: nothing is '
+                            'left that the scores could learn from; change one of them')
         check_range(vars(self), 'copies')
 
 
@@ -143,9 +151,13 @@ class Thoughtbubbles(GPT):
         self.forks = nn.ModuleDict({str(layer): Fork(config) for layer in sorted(config.fork_layers)})
         self.plain = not self.forks and config.copies == 1  # one stream per token: the plain GPT
         self.held = []  # see spent
-        if config.undivided_scores:
-            for layer in self.layers:
-                layer.attn.score_unit = config.head_width ** 0.5
+        self.normed = config.merge == 'logits' and not self.plain  # what trunk gives
+        for layer in self.layers:
+            layer.attn.score_unit = config.head_width ** 0.5 if config.undivided_scores else 1.0
+            if config.attenuate_attention == 'values':
+                layer.attn.score_unit = 0.0
+            elif config.attenuate_attention == 'keys':
+                layer.attn.value_unit = 0.0
 
     def budget(self, tokens):
         return math.ceil(round(self.config.kappa * tokens, 6))  # 1.1 * 10 is not 11 in floating point
@@ -175,7 +187,6 @@ class Thoughtbubbles(GPT):
         padding. Raises UserError when the row does not fit into block_size."""
         T = idx.size(1)
         x, log_p, src, offset = self.first_streams(idx, pad)
-        views = self.views(x, stream_positions(log_p, src, T) - offset)
         scored = pad is not None  # until the first fork every p is 1 and the block is the plain one
         for i, layer in enumerate(self.layers):
             if str(i) in self.forks:
@@ -184,30 +195,47 @@ class Thoughtbubbles(GPT):
                 else:  # padding goes on beside the budget
                     limit = torch.minimum(self.row_budgets(pad), 2 * alive(log_p).sum(1)) + pad.sum(1)
                 x, log_p, src = self.forks[str(i)](x, log_p, src, limit)
-                views = self.views(x, stream_positions(log_p, src, T) - offset)
                 scored = True
+            if i == 0 or str(i) in self.forks:
+                mask = None
+                if pad is not None and self.config.attenuate_attention in (False, 'values'):  # else log_p tells
+                    mask = causal_mask(x.size(1), x.size(1), ~alive(log_p))
+                views = self.views(x, stream_positions(log_p, src, T) - offset, mask)
             rope, mask = views[i in self.config.local_layers]
-            if not scored:
-                x = layer(x, rope, mask)
-                continue
-            key_score = log_p
-            if not self.config.attenuate_attention:  # attention then only tells streams from padding
-                key_score = None if pad is None else ~alive(log_p) * PAD
-            x = layer(x, rope, mask, log_p=key_score, gate=log_p.exp()[..., None])
+            x = layer(x, rope, mask, *self.scores(log_p)) if scored else layer(x, rope, mask)
         return x, log_p, src
 
+    def scores(self, log_p):
+        """What attention and the gate of a block get of log_p."""
+        c = self.config
+        return log_p if c.attenuate_attention else None, log_p.exp()[..., None] if c.gate_updates else None
+
     def trunk(self, idx, pad=None, **plain):
-        """As GPT.trunk, for merge='residual' or 'rightmost': a token's streams as one vector."""
+        """As GPT.trunk, where merge is not 'probs': a token's streams as one vector."""
         if self.plain:
             return super().trunk(idx, pad=pad, **plain)
         return self.merge_vectors(*self.streams(idx, pad, **plain), idx.size(1))
 
     def merge_vectors(self, x, log_p, src, T):
-        """merge='residual' or 'rightmost': streams x (B,S,C) -> one vector per token (B,T,C)."""
-        weight = log_p.exp() if self.config.merge == 'residual' else is_original(src)
+        """Where merge is not 'probs': streams x (B,S,C) -> one vector per token (B,T,C)."""
+        weight = is_original(src)
+        if self.config.merge == 'residual':
+            weight = log_p.exp()
+        elif self.config.merge == 'logits':  # the head is linear: the mean of logits is that of the mean input
+            x = self.ln_f(x)
+            weight = token_weights(log_p, src, T).exp()
         x = x * weight[..., None]
         merged = torch.zeros(len(x), T, x.size(2), dtype=x.dtype, device=x.device)
         return merged.scatter_add(1, src[..., None].expand_as(x), x)
+
+    def logits(self, x):
+        """As GPT.logits, but merged logits have had the final norm before."""
+        y = self.lm_head(x if self.normed else self.ln_f(x))
+        return y.to(torch.promote_types(y.dtype, torch.float32))
+
+    def nll(self, x, targets):
+        target_logit, lse = self.target_numbers(x if self.normed else self.ln_f(x), targets)
+        return lse - target_logit
 
     def merge_probs(self, x, log_p, src, T):
         """merge='probs': streams x (B,S,C) -> log-probabilities (B,T,V), averaged over a token's streams."""
@@ -230,7 +258,7 @@ class Thoughtbubbles(GPT):
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, stop_token=None,
                  use_cache=True, n_text=None, streaming=False):
         """As GPT.generate. The text is read again for each token, under its present budget; with streaming the
-        new token alone is read (see Streams). Raises UserError for that without use_cache."""
+        new token alone is read (see config/streams.py). Raises UserError for that without use_cache."""
         if streaming and not use_cache:
             raise UserError('use_cache = False: streaming = True needs the cache')
         self.held = [[] for _ in prompts] if streaming else []
@@ -245,6 +273,7 @@ class Thoughtbubbles(GPT):
             x, log_p, src = self.streams(idx, pad)
         else:
             if not cache:
+                from config.streams import Streams  # which builds on this file
                 cache.append(Streams(self, len(idx)))
             x, log_p, src = cache[0].feed(idx, pad)
         # only the last token's streams are decoded, at most n at the row's end
@@ -287,90 +316,3 @@ class Thoughtbubbles(GPT):
                 S = min(self.budget(T), 2 * S)
             lengths.append(S)
         return lengths, S if self.config.merge == 'probs' else T
-
-
-# --- machinery for streaming generation: skip it at first ---
-
-def held_columns(rank):
-    """rank (B,m) -> the columns (B,n) of what is held, in order; then others, where a row holds less."""
-    out = rank == -math.inf
-    return out.long().argsort(dim=1, stable=True)[:, :int((~out).sum(dim=1).max())]
-
-
-class StreamCache(KVCache):
-    def keep(self, columns):
-        """Give up all but columns (B,n)."""
-        self.k, self.v = (t.take_along_dim(columns[:, None, :, None], dim=2) for t in (self.k, self.v))
-        self.length = columns.size(1)
-        if hasattr(self, 'index'):
-            self.index = self.index.gather(1, columns)
-
-
-class Streams:
-    """A batch of growing texts. At a fork a new token's streams compete with those held so far for the present
-    budget. What falls out, and what stems from it, is seen no more from that block on and never comes back; what
-    it told others stays. Reading all again might revive it and computes all anew: nothing else differs.
-
-    Between two forks a stream is a column: of rank (B,n), by which it competes, -inf if it is out or padding, and
-    of parent (B,n), its column before the fork."""
-    compact_every = 32  # tokens
-
-    def __init__(self, model, rows):
-        self.model = model
-        self.tokens = 0  # read so far, padding included
-        self.caches = [StreamCache() for _ in model.layers]
-        self.starts = [0, *sorted(model.config.fork_layers), model.config.n_layer]  # blocks after a fork
-        self.rank = [torch.empty(rows, 0, device=model.wte.weight.device) for _ in self.starts[1:]]
-        self.parent = [rank.long() for rank in self.rank]
-
-    def feed(self, idx, pad=None):
-        """As Thoughtbubbles.streams: the prompts, then a token of each at a time. pad (B,tokens+T)."""
-        model = self.model
-        if self.tokens and self.tokens % self.compact_every == 0:
-            self.compact()
-        x, log_p, src, offset = model.first_streams(idx, pad, self.tokens)
-        self.tokens += idx.size(1)
-        budget = model.budget(self.tokens) if pad is None else model.row_budgets(pad)[:, None]
-        level = 0
-        self.rank[0] = torch.cat((self.rank[0], log_p.masked_fill(~alive(log_p), -math.inf)), dim=1)
-        for i, layer in enumerate(model.layers):
-            if str(i) in model.forks:
-                level += 1
-                x, log_p, src = self.fork(level, x, log_p, src, budget)
-            if i in self.starts:
-                out = self.rank[level] == -math.inf if level or pad is not None else None
-                mask = causal_mask(x.size(1), self.rank[level].size(1), out, x.device)
-                views = model.views(x, stream_positions(log_p, src, idx.size(1)) - offset, mask, self.caches[i:])
-            rope, seen = views[i in model.config.local_layers]
-            key_score = log_p if model.config.attenuate_attention else None
-            x = layer(x, rope, seen, key_score, log_p.exp()[..., None], self.caches[i])
-        return x, log_p, src
-
-    def fork(self, level, x, log_p, src, budget):
-        """As Fork.forward, beside what is held. budget: an int or (B,1)."""
-        fork = self.model.forks[str(self.starts[level])]
-        above = self.rank[level - 1]
-        first = above.size(1) - x.size(1)  # column of x
-        held = self.rank[level].masked_fill((above == -math.inf).gather(1, self.parent[level]), -math.inf)
-        x, log_p, src = fork(x, log_p, src, 2 * x.size(1))  # all candidates
-        new = torch.rand_like(log_p) if fork.config.random_forks else log_p
-        new = new.masked_fill(is_original(src), math.inf).masked_fill(~alive(log_p), -math.inf)
-        rank = torch.cat((held, new), dim=1)
-        place = rank.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # the earlier one wins a tie
-        held, new = rank.masked_fill(place >= budget, -math.inf).tensor_split([held.size(1)], dim=1)
-        chosen = held_columns(new).sort(dim=1).values
-        self.rank[level] = torch.cat((held, new.gather(1, chosen)), dim=1)
-        self.parent[level] = torch.cat((self.parent[level], first + chosen // 2), dim=1)
-        x = x.take_along_dim(chosen[..., None], dim=1)
-        return x, log_p.masked_fill(new == -math.inf, PAD).gather(1, chosen), src.gather(1, chosen)
-
-    def compact(self):
-        """Give up what fell out."""
-        for level, rank in enumerate(self.rank):
-            columns = held_columns(rank)
-            self.rank[level] = rank.gather(1, columns)
-            if level:
-                self.parent[level] = place.gather(1, self.parent[level].gather(1, columns))
-            place = (rank > -math.inf).cumsum(dim=1).sub(1).clamp(min=0)  # where a column is now, if it is
-            for cache in self.caches[self.starts[level]:self.starts[level + 1]]:
-                cache.keep(columns)

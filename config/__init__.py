@@ -22,7 +22,8 @@ from collections import namedtuple
 
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-PATHS = {'out_dir', 'init_from', 'checkpoint', 'dataset', 'prompt_file', 'output'}  # settings that may name a file
+# settings that may name a file
+PATHS = {'out_dir', 'init_from', 'checkpoint', 'dataset', 'prompt_file', 'html', 'test_set', 'output'}
 GPT2 = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # on the hub without an organisation
 COMMAND_LINE = 'command line'
 # name = value  # comment, or name: type = value  # comment

@@ -7,12 +7,14 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from cyb import SlotRows, cyb_loss, stop_log_probs, stopping_distribution
 from data import records
 from data.records import row_tensors
 from rim import build_row, memory_mask
+from thoughtbubbles import is_original
 
 NAMED = 8  # tokens that pause longest, and as many that pause shortest
 # a bar on stderr, on a terminal alone
@@ -184,6 +186,93 @@ def skipping(model, on):
     return numbers
 
 
+def fixed_budget(model, on):
+    """Thoughtbubbles: the loss by prefixes if the budget does not grow with the text, but is that of a full row
+    from the first token on."""
+    if not model.forks:
+        return {}
+    budget = model.budget(model.config.block_size)
+    model.budget = lambda tokens: budget  # hides the method
+    loss = prefixes(model, on)['loss by prefixes']
+    del model.budget
+    return {'loss by prefixes, fixed budget': loss, 'perplexity by prefixes, fixed budget': perplexity(loss)}
+
+
+class Watch(TorchFunctionMode):
+    """While it is active and a Thoughtbubbles model reads a row: what each block reads. `blocks` has for each
+    (the share of its attention that an original gives to its own copies, the mean over heads and originals with
+    copies, None where there are none; streams per token; mean p)."""
+
+    def __init__(self, model, tokens):
+        super().__init__()
+        self.log_p = torch.zeros(tokens * model.config.copies)  # before the first fork
+        self.src = torch.arange(tokens).repeat_interleave(model.config.copies)
+        self.blocks = []
+        self.hooks = [fork.register_forward_hook(self.forked) for fork in model.forks.values()]
+
+    def forked(self, fork, inputs, output):
+        _, (self.log_p,), (self.src,) = output
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            q, k, _ = args  # (1,H,S,D)
+            original = is_original(self.src[None])[0]
+            # with values (S,T) that say whose copy a stream is, attention gives each query's weight on every
+            # token's copies
+            copy_of = F.one_hot(self.src) * ~original[:, None]
+            weight = function(q, k, copy_of.to(q).expand(1, k.size(1), -1, -1), **kwargs)  # (1,H,S,T)
+            share = weight[0, :, original].diagonal(dim1=1, dim2=2)[:, copy_of.any(dim=0)]
+            self.blocks.append((share.mean().item() if share.numel() else None,
+                                len(self.src) / int(original.sum()), self.log_p.exp().mean().item()))
+        return function(*args, **(kwargs or {}))
+
+    def __exit__(self, *error):
+        for hook in self.hooks:
+            hook.remove()
+        return super().__exit__(*error)
+
+
+def entropies(model, x, log_p, src, T):
+    """Entropy in nats (T,) of a row's predictions, from its streams after the last block, for few tokens at a
+    time: the predictions of all may be too large."""
+    found = []
+    for first in range(0, T, 32):
+        n = min(32, T - first)
+        here = (src[0] >= first) & (src[0] < first + n)
+        part = x[:, here], log_p[:, here], src[:, here] - first, n
+        predicted = model.merge_probs(*part) if model.config.merge == 'probs' else \
+            model.logits(model.merge_vectors(*part)).log_softmax(dim=-1)
+        found.append(-(predicted.exp() * predicted).sum(dim=-1)[0])
+    return torch.cat(found)
+
+
+def streams(model, on):
+    """Thoughtbubbles: whether the streams go where the model is uncertain, and what each block has of them."""
+    if model.plain:
+        return {}
+    entropy, held, blocks = [], [], []
+    for row in progress([row[None] for batch in on.rows for row in batch[0]], 'streams'):
+        T = row.size(1)
+        with Watch(model, T) as watch:
+            x, log_p, src = model.streams(row)
+        entropy.append(entropies(model, x, log_p, src, T).cpu().double())
+        held.append(src[0].bincount(minlength=T).cpu().double())
+        blocks.append(watch.blocks)
+    entropy, held = torch.cat(entropy), torch.cat(held)
+    r, p = correlation(entropy, held)
+    bins = [{'entropy': entropy[part].mean().item(), 'streams per token': held[part].mean().item(),
+             'standard error': (held[part].std(correction=0) / len(part) ** 0.5).item(), 'tokens': len(part)}
+            for part in entropy.argsort().chunk(10)]
+    table = []
+    for i, rows in enumerate(zip(*blocks)):
+        share, count, score = ([n for n in column if n is not None] for column in zip(*rows))
+        table.append({'block': i,
+                      'attention of originals to their copies': sum(share) / len(share) if share else None,
+                      'streams per token': sum(count) / len(count), 'mean p': sum(score) / len(score)})
+    return {'r(entropy, streams)': r, 'p': p, 'streams by entropy of the prediction': bins,
+            'streams by block': table}
+
+
 def right_answers(model, on):
     """Records: how likely the right answer is, finer than whether it is given: -log P in nats after each block; of
     a model that writes steps, after the right ones."""
@@ -191,6 +280,8 @@ def right_answers(model, on):
     data = on.batches.data
     found = []
     for record, encoded in zip(*data.read('test', n=on.n_rows)):
+        if not encoded.steps and 'cot' == getattr(c, 'train_on', ''):  # what it would write is not known
+            continue
         readouts, _, n_mem = c.readouts(on.batches.names[-1], encoded)
         answer = len(encoded.answer) + 1  # with its end
         n_mem = on.n_mem or n_mem
@@ -199,6 +290,8 @@ def right_answers(model, on):
         x = model.trunk(idx, positions, *map(memory_mask, read_by))
         nll = model.nll(x.flatten(0, 1)[at], targets).view(len(readouts), -1)  # (K, tokens of a read-out)
         found.append(nll[:, -answer:].sum(dim=1))
+    if not found:
+        return {}
     found = torch.stack(found).double()  # (n,K)
     error = found.std(dim=0, correction=0) / len(found) ** 0.5
     return {'-log P(right answer)': [
@@ -219,27 +312,53 @@ def answers(model, on):
         if blocks < 2 * c.n_blocks:
             print(f'block_size = {c.block_size} has room for {blocks} blocks, not for {2 * c.n_blocks}')
 
+    heard = []  # what model.answers says, batch by batch
+
+    def ask(questions, **how):
+        heard.append(model.answers(questions, **how))
+        return heard[-1]
+
     def correct(**how):
-        return records.score(partial(model.answers, n_mem=on.n_mem, **how), tokenizer, questions, on.batch_size)
+        return records.score(partial(ask, n_mem=on.n_mem, **how), tokenizer, questions, on.batch_size)
 
     by_block = correct(n_blocks=blocks, every_block=True)  # (n, blocks)
-    last = by_block[:, min(c.n_blocks, max(1, blocks)) - 1]
+    K = min(c.n_blocks, max(1, blocks))
+    if blocks:
+        sure, agrees = trust(heard, K)
+    last = by_block[:, K - 1]
     steps = np.array([len(record.steps) for record in questions])
     # where stage 1 has the answer
     at_own_step = by_block[np.arange(len(steps)), steps.clip(1, max(1, blocks)) - 1]
-    numbers = {'questions': len(questions), 'accuracy': last.mean().item(),
-               'standard error': last.std().item() / len(last) ** 0.5,
-               'pass@8 at temperature 1': correct(samples=8, temperature=1.0).any(1).mean().item(),
+    numbers = {'questions': len(questions), **with_error('accuracy', last),
+               **with_error('pass@8 at temperature 1', correct(samples=8, temperature=1.0).any(1)),
                'accuracy by steps': [
-                   {'steps': n, 'accuracy': last[steps == n].mean().item(),
-                    'at the block of the last step': at_own_step[steps == n].mean().item() if blocks else None,
+                   {'steps': n, **with_error('accuracy', last[steps == n]),
+                    'at the block of the last step': at_own_step[steps == n].mean().item() if blocks * n else None,
                     'questions': (steps == n).sum().item()} for n in np.unique(steps).tolist()]}
     if blocks:
-        numbers['any block'] = by_block[:, :c.n_blocks].any(1).mean().item()
-        numbers['block of the last step'] = at_own_step.mean().item()
-        numbers['accuracy by blocks'] = [{'blocks': k, 'accuracy': accuracy}
-                                         for k, accuracy in enumerate(by_block.mean(0).tolist(), 1)]
+        numbers.update(with_error('any block', by_block[:, :c.n_blocks].any(1)))
+        if steps.any():  # a test set may have none
+            numbers.update(with_error('block of the last step', at_own_step))
+        numbers['accuracy by blocks'] = [
+            {'blocks': k + 1, **with_error('accuracy', by_block[:, k]), **with_error('P(its answer)', sure[:, k]),
+             **with_error(f'agrees with {K}', agrees[:, k])} for k in range(blocks)]
     return numbers
+
+
+def with_error(name, values):
+    """A mean over questions and its standard error."""
+    values = np.asarray(values, dtype=float)
+    error = (values.std() / len(values) ** 0.5).item()
+    return {name: values.mean().item(), 'standard error' if name == 'accuracy' else f'error of {name}': error}
+
+
+def trust(heard, K):
+    """What tells which block to trust, (n,blocks) each: the probability of the answer that a block gives, and
+    whether it is, token by token, that of block K. heard: of each batch what RiM.answers says of every block."""
+    sure = [torch.stack([log_p for [(_, log_p)] in read], dim=1).exp().cpu() for read in heard]
+    agrees = [[rows[r] == read[K - 1][0][0][r] for [(rows, _)] in read]
+              for read in heard for r in range(len(read[0][0][0]))]
+    return torch.cat(sure).double().numpy(), np.array(agrees)
 
 
 def time_answer(model, tokenizer, question, n_mem):
@@ -291,6 +410,6 @@ def block_states(model, on):
 
 
 # a method that is not here: losses
-MEASURES = {'thoughtbubbles': [losses, prefixes], 'cyb': [losses, slots, skipping],
+MEASURES = {'thoughtbubbles': [losses, prefixes, fixed_budget, streams], 'cyb': [losses, slots, skipping],
             'rim': [losses, right_answers, answer_times, answers, block_states],
             'coconut': [losses, right_answers, answer_times, answers]}

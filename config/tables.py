@@ -1,4 +1,8 @@
-"""Numbers as tables of text and as pictures."""
+"""Numbers as tables of text, as files and as pictures."""
+import json
+import os
+
+from config.files import write_file
 
 POINTS = ('block states',)  # tables for the picture and the file, too long for the terminal
 
@@ -26,9 +30,16 @@ def print_numbers(numbers, unit):
             print('  '.join(formatted(value).rjust(w) for value, w in zip(row.values(), widths)))
 
 
+def write_numbers(target, numbers, title, **about):
+    """Write `target`.json, with what else is known about the numbers, and the picture; say so."""
+    os.makedirs(os.path.dirname(target) or '.', exist_ok=True)
+    write_file(target + '.json', json.dumps({**about, **numbers}, indent=1))
+    print(f'\nwritten to {target}.json' + (f' and {target}.png' if draw(numbers, title, target + '.png') else ''))
+
+
 def draw(numbers, title, path):
-    """A panel per table: its second column over its first, the third as colour for POINTS. Returns whether it
-    drew."""
+    """A panel per table: its second column over its first, the third as colour for POINTS; of a table named "...
+    over ..." every column over its first. Returns whether it drew."""
     try:
         import matplotlib
     except ImportError:
@@ -44,13 +55,18 @@ def draw(numbers, title, path):
     for panel, (name, table) in zip(panels[0], tables.items()):
         x, y = list(table[0])[:2]
         across = [row[x] if isinstance(row[x], float) else str(row[x]).replace('$', r'\$') for row in table]
-        if name in POINTS:
+        if ' over ' in name:
+            for column in list(table[0])[1:]:
+                known = [(row[x], row[column]) for row in table if row[column] is not None]
+                panel.plot(*zip(*known), 'o-', label=column.replace('$', r'\$'))
+            panel.legend()
+        elif name in POINTS:
             colour = list(table[0])[2]
             dots = panel.scatter(across, [row[y] for row in table], s=8, c=[row[colour] for row in table])
             figure.colorbar(dots, label=colour)
         else:
             panel.plot(across, [row[y] for row in table], 'o-')
-        panel.set(title=name, xlabel=x, ylabel=y)
+        panel.set(title=name, xlabel=x, ylabel='' if ' over ' in name else y)
     figure.suptitle(title)
     figure.savefig(path)
     pyplot.close(figure)

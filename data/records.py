@@ -88,7 +88,7 @@ def marked_steps(text):
 
 def usable_rows(rows, split, left_out, path):
     """Rows (question, steps, answer) that can be learned from; `left_out` counts the others. Test problems need no
-    steps, since only their answers are asked. Raises UserError if no row of the file `path` is left."""
+    steps. Raises UserError if no row of the file `path` is left."""
     usable = []
     for question, steps, answer in rows:
         if not question.strip():
@@ -171,7 +171,7 @@ def check_object(entry, where):
 
 
 def check_record(entry, where, need_steps=True):
-    """An object as a Record. Raises UserError naming the field that is missing or of the wrong form."""
+    """An object as a Record. Raises UserError naming the field at fault."""
     check_object(entry, where)
     for name in ('question', 'answer'):
         if not isinstance(entry.get(name), str) or not entry[name].strip():
@@ -297,6 +297,7 @@ class RecordData:
         self.config = config
         self.longest = longest
         self.newline = self.tokenizer.encode('\n')
+        self.test_set = None  # other test records
         self.records = {}
         self.encoded = {}
         for split in ('train', 'val'):
@@ -305,7 +306,7 @@ class RecordData:
     def read(self, split, max_steps=math.inf, n=None):
         """(records, the same encoded) of the first n of a split, those that fit. A test split's need no steps."""
         path = os.path.join(dataset_folder(self.dataset), split + '.jsonl')
-        found = read_records(path, split != 'test', self.meta)[:n]
+        found = (self.test_set or read_records(path, split != 'test', self.meta))[:n]
         if split != 'train':
             gold_answers(found)  # refuses one that cannot be compared now, not after the run
         fitting, left_out = [], Counter()
@@ -382,7 +383,7 @@ def score(ask, tokenizer, records, batch_size=32):
 
 
 def accuracy_text(ask, tokenizer, records):
-    """How many answers are right, in all, by number of steps and by block."""
+    """How many answers are right: in all, by steps, by block."""
     correct = score(ask, tokenizer, records)  # (n, blocks)
     steps = np.array([len(record.steps) for record in records])
     by_steps = ', '.join(f'{n}: {correct[steps == n, -1].mean():.1%}' for n in np.unique(steps))

@@ -104,12 +104,17 @@ def thoughtbubbles(model, tokens, detach=()):
         def score(use):
             log_p = torch.stack([stream[1] for stream in streams])
             return log_p.detach() if use in detach else log_p
-        dims = float(c.attenuate_attention)  # the ablation: attention without scores
         x = block(layer, torch.stack([stream[0] for stream in streams]), positions_of(streams), lambda i, j: j <= i,
-                  dims * score('logits'), dims * score('values'), score('attention update'), score('mlp update'))
+                  *dimmed(c, score('logits'), score('values'), score('attention update'), score('mlp update')))
         streams = [(x[i], log_p, src) for i, (_, log_p, src) in enumerate(streams)]
 
     return torch.stack([merged(model, streams, token, 'merge' in detach) for token in range(len(tokens))]).log()
+
+
+def dimmed(c, keys, values, attention_update, mlp_update):
+    """Which uses of log p act: all, but in the ablations."""
+    return (keys * (c.attenuate_attention in (True, 'keys')), values * (c.attenuate_attention in (True, 'values')),
+            attention_update * c.gate_updates, mlp_update * c.gate_updates)
 
 
 def positions_of(streams):
@@ -130,6 +135,8 @@ def merged(model, streams, token, detach=False):
         return sum(w * q for w, q in zip(p / p.sum(), each))
     if model.config.merge == 'residual':  # one vector predicts, the sum of the streams
         return logits(model, sum(w * x for w, (x, _, _) in zip(p, own))).softmax(0)
+    if model.config.merge == 'logits':  # an ablation: the average of the logits counts
+        return sum(w * logits(model, x) for w, (x, _, _) in zip(p / p.sum(), own)).softmax(0)
     return logits(model, own[-1][0]).softmax(0)  # 'rightmost', an ablation: the original alone
 
 
@@ -185,8 +192,7 @@ def streamed(model, tokens, prompt):
             known[number] += [(*stream, at, life) for stream, at, life in zip(streams, positions_of(streams), own)]
             x, log_p, _, positions, _ = zip(*(entry for entry in known[number] if lives(entry[-1])))
             score = torch.stack(log_p)
-            dims = float(c.attenuate_attention)
-            x = block(layer, torch.stack(x), positions, lambda i, j: j <= i, dims * score, dims * score, score, score)
+            x = block(layer, torch.stack(x), positions, lambda i, j: j <= i, *dimmed(c, score, score, score, score))
             streams = [(x[i - len(streams)], log_p, src) for i, (_, log_p, src) in enumerate(streams)]
         predictions.append(merged(model, streams, t - 1))
     return torch.stack(predictions).log()

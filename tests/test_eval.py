@@ -14,11 +14,13 @@ import bench
 import data
 import eval as evaluation
 import model as core
+import reference
 import sample
 from config import UserError, measures
 from config.checkpoint import load_checkpoint, save_checkpoint
 from cyb import CYB, CYBConfig
 from data.text import TextBatches, write_text_dataset
+from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 from train import build_model
 
 
@@ -54,7 +56,7 @@ def test_loss_and_accuracy_are_those_of_the_predictions_and_are_written_down(num
     assert f'{got["loss"]:.4f} nats per token\n' in said.out and got['unit of loss'] == 'nats per token'
     assert said.err == f'{tmp_path}/run/ckpt.pt: {settings["method"]}, step 30, ' \
                        f'best validation loss {got["loss"]:.4f} nats per token\n'
-    drawn = settings['method'] == 'cyb' and importlib.util.find_spec('matplotlib') is not None
+    drawn = settings['method'] != 'gpt' and importlib.util.find_spec('matplotlib') is not None
     assert (tmp_path / 'run' / 'eval.png').exists() == drawn
     # in half precision, as on a GPU: the same within its rounding, no longer the same number
     evaluation.main([f'--out_dir={tmp_path}/run', '--device=cpu', '--eval_rows=8', '--slow_rows=1',
@@ -287,3 +289,103 @@ def test_wrong_inputs_are_named(run, dataset, tmp_path):
         bench.main(['--threads=100000'])
     with pytest.raises(UserError, match='slow_rows = 0'):
         evaluation.main([f'--out_dir={tmp_path}/run', '--slow_rows=0'])
+
+
+# --- the streams of Thoughtbubbles ---
+
+def sharp_bubbles(**settings):
+    """A random model in float64, of sharp scores and attention."""
+    config = ThoughtbubblesConfig(vocab_size=11, block_size=12, n_layer=3, n_head=2, n_embd=16, **settings)
+    model = Thoughtbubbles(config).double().eval()
+    for p in model.parameters():
+        p.data *= 8 if p.dim() > 1 else 1
+    return model
+
+
+def slow_blocks(model, tokens):
+    """For each block, from the plain rendering: (what originals give to copies, streams per token, mean p)."""
+    streams = [(model.wte.weight[token], torch.zeros(()).double(), i) for i, token in enumerate(tokens)]
+    blocks = []
+    for number, layer in enumerate(model.layers):
+        if number in model.config.fork_layers:
+            budget = math.ceil(model.config.kappa * len(tokens))
+            streams = reference.forked(model.forks[str(number)], streams, budget)
+        owner = [src for *_, src in streams]
+        positions = [src - 1 + (owner[:at].count(src) + 1) / owner.count(src) for at, src in enumerate(owner)]
+        x, log_p = torch.stack([x for x, *_ in streams]), torch.stack([score for _, score, _ in streams])
+        given = []
+        for h in range(2):
+            q, k = (reference.rotated(reference.norm(layer.ln_1, x) @ w[8 * h:8 * h + 8].T, positions)
+                    for w in layer.attn.c_attn.weight.split(16)[:2])
+            for token in range(len(tokens)):
+                copies = [j for j, src in enumerate(owner) if src == token][:-1]
+                if copies:
+                    last = copies[-1] + 1  # the original
+                    weights = ((k[:last + 1] @ q[last] + log_p[:last + 1]) / 8 ** 0.5).softmax(0)
+                    given.append(weights[copies].sum().item())
+        mean = sum(given) / len(given) if given else None
+        blocks.append((mean, len(streams) / len(tokens), log_p.exp().mean().item()))
+        x = reference.block(layer, x, positions, lambda i, j: j <= i, log_p, log_p, log_p, log_p)
+        streams = [(x[i], score, src) for i, (_, score, src) in enumerate(streams)]
+    return blocks
+
+
+@torch.no_grad()
+def test_blocks_are_told_their_streams_p_and_how_originals_attend_to_copies():
+    model, idx = sharp_bubbles(kappa=1.6), torch.randint(11, (2, 12))
+    got = measures.streams(model, on_rows([(idx, idx)]))['streams by block']
+    expected = [slow_blocks(model, row) for row in idx.tolist()]
+    for i, row in enumerate(got):
+        for value, column in zip(list(row.values())[1:], zip(*(blocks[i] for blocks in expected))):
+            assert value == (None if column[0] is None else pytest.approx(sum(column) / 2, rel=1e-6))
+    assert [row['block'] for row in got] == [0, 1, 2] and got[0]['mean p'] == 1.0
+    assert got[0]['attention of originals to their copies'] is None
+    assert got[2]['streams per token'] == pytest.approx(20 / 12) and 0.01 < list(got[2].values())[1] < 0.99
+    assert all(not fork._forward_hooks for fork in model.forks.values())
+
+
+@pytest.mark.parametrize('merge', ['probs', 'residual', 'logits'])
+@torch.no_grad()
+def test_streams_are_told_against_the_entropy_of_the_prediction(merge):
+    model, idx = sharp_bubbles(kappa=1.6, merge=merge, fork_layers=(0, 2)), torch.randint(11, (5, 12))
+    got = measures.streams(model, on_rows([(idx[:3], idx[:3]), (idx[3:], idx[3:])]))
+    pairs = []
+    for row in idx.tolist():
+        for log_p, n in zip(model(torch.tensor([row]))[0][0].log_softmax(-1), model.spent([row], [[]])[1][0]):
+            pairs.append((-sum(p.exp() * p for p in log_p).item(), n))
+    assert len({n for _, n in pairs}) > 1
+    r = torch.corrcoef(torch.tensor(pairs).double().T)[0, 1].item()
+    assert got['r(entropy, streams)'] == pytest.approx(r, rel=1e-6)
+    pairs.sort()
+    for i, row in enumerate(got['streams by entropy of the prediction']):  # ten bins of six
+        entropy, n = (torch.tensor(column).double() for column in zip(*pairs[6 * i:6 * i + 6]))
+        assert list(row.values()) == [pytest.approx(entropy.mean().item()), pytest.approx(n.mean().item()),
+                                      pytest.approx(n.std(correction=0).item() / 6 ** 0.5), 6]
+    assert measures.streams(sharp_bubbles(fork_layers=()), on_rows()) == {}
+
+
+@torch.no_grad()
+def test_a_fixed_budget_is_that_of_a_full_row_from_the_first_token_on():
+    model, idx = sharp_bubbles(kappa=1.5, fork_layers=(0, 1, 2)), torch.randint(11, (2, 12))
+    targets = torch.randint(11, (2, 12))
+    loss = measures.fixed_budget(model, on_rows(slow=[(idx, targets)]))['loss by prefixes, fixed budget']
+    dynamic = measures.prefixes(model, on_rows(slow=[(idx, targets)]))['loss by prefixes']
+    assert dynamic != pytest.approx(loss, rel=1e-4)
+    total = 0.0
+    for t in range(12):
+        model.config.kappa = 18 / (t + 1)  # 18 = ceil(1.5 * 12) streams for t + 1 tokens
+        total -= model(idx[:, :t + 1])[0][:, -1].log_softmax(-1)[[0, 1], targets[:, t]].sum().item()
+    assert loss == pytest.approx(total / 24, rel=1e-6)
+
+
+def test_kappa_may_be_another_one_than_in_training(numbers, tmp_path):
+    got, model, idx, targets = numbers(method='thoughtbubbles', kappa=1.5)
+    evaluation.main([f'--out_dir={tmp_path}/run', '--device=cpu', '--eval_rows=8', '--slow_rows=1', '--kappa=3'])
+    with open(tmp_path / 'run' / 'eval.json') as f:
+        more = json.load(f)
+    model.config.kappa = 3.0
+    with torch.no_grad():
+        assert more['loss'] == pytest.approx(model(idx, targets)[1].item(), rel=1e-5)
+    assert more['loss'] != pytest.approx(got['loss'], rel=1e-6)
+    assert [m['model_config']['kappa'] for m in (got, more)] == [1.5, 3.0]
+    assert [round(16 * m['streams by block'][-1]['streams per token']) for m in (got, more)] == [24, 48]

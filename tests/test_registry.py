@@ -27,7 +27,8 @@ TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=28, fork_layers=(0, 1), n
 # second values of settings for which the next number does not do, and those that a comment does not list
 SECOND = dict(vocab_size=[VOCABULARY], n_head=[4], n_embd=[24], fork_layers=[(1,)], kappa=[1.5],
               omega=[(0.25, 0.75)], rope_frequencies=[(1.0, 0.5, 0.2, 0.1)], local_layers=[(1,)],
-              window=[3], head_dim=[6], n_hidden=[20], epochs=[0.3], stage2_epochs=[0.4], max_steps=[2])
+              window=[3], head_dim=[6], n_hidden=[20], epochs=[0.3], stage2_epochs=[0.4], max_steps=[2],
+              attenuate_attention=[False])
 # what a setting needs beside it to make a difference
 NEEDS = {**dict.fromkeys('anneal stage2_learning_rate stage2_dropout stage2_epochs'.split(), {'train_on': 'rim'}),
          'stage2_iters': {'train_on': 'rim', 'stage2_epochs': 0.0}, 'd_init': {'objective': 'cyb'},

@@ -22,6 +22,7 @@ from config import UserError, measures
 from config.checkpoint import load_checkpoint
 from conftest import read_log, write_records, write_text
 from data import records
+from data.test_sets import read_test_set
 from model import GPT, GPTConfig, Stage
 from rim import Coconut, CoconutBatches, CoconutConfig, RiM, RiMBatches, RiMConfig, build_row
 
@@ -623,6 +624,7 @@ def test_numbers_of_answers(dataset, monkeypatch, capsys):
 
     def score(ask, tokenizer, asked, batch_size):
         calls.append((ask.keywords, batch_size))
+        ask([records.encode_question(tokenizer, record.question) for record in asked[:3]])
         return (drawn if 'samples' in ask.keywords else right[:, :ask.keywords['n_blocks']]).numpy()
     monkeypatch.setattr(records, 'score', score)
     got = measures.answers(tiny(vocab_size=source.config.vocab_size, n_blocks=2), on)
@@ -630,7 +632,9 @@ def test_numbers_of_answers(dataset, monkeypatch, capsys):
                      (dict(n_mem=0, samples=8, temperature=1.0), 5)]
     n_steps = [len(record.steps) for record in source.data.test_records(10)]
     assert got['accuracy'] == pytest.approx(right[:, 1].double().mean().item())
-    assert got['any block'] == pytest.approx(right[:, :2].any(1).double().mean().item())
+    any_block = right[:, :2].any(1).double()
+    assert got['any block'] == pytest.approx(any_block.mean().item())
+    assert got['error of any block'] == pytest.approx(any_block.std(correction=0).item() / 10 ** 0.5)
     assert got['pass@8 at temperature 1'] == pytest.approx(drawn.double().mean().item())
     assert got['block of the last step'] == sum(right[i, n - 1].item() for i, n in enumerate(n_steps)) / 10
     by_steps = {row['steps']: row['accuracy'] for row in got['accuracy by steps']}
@@ -643,6 +647,82 @@ def test_numbers_of_answers(dataset, monkeypatch, capsys):
     short = tiny(vocab_size=source.config.vocab_size, n_blocks=2, block_size=longest + 3 * 4 + 8)
     assert len(measures.answers(short, on)['accuracy by blocks']) == calls[2][0]['n_blocks'] == 3
     assert f'block_size = {longest + 20} has room for 3 blocks, not for 4' in capsys.readouterr().out
+
+
+def test_of_each_block_is_told_how_sure_it_is_and_whether_it_agrees_with_the_last(dataset):
+    torch.manual_seed(5)
+    source = batches(dataset, n_blocks=2)
+    model = tiny(vocab_size=source.config.vocab_size, n_blocks=2, n_layer=1, block_size=48)
+    for p in model.parameters():
+        p.data *= 6  # so that blocks disagree
+    asked = source.data.test_records(10)
+    got = measures.answers(model, measured_on(source, 10))['accuracy by blocks']
+    said, sure = [], []  # by block and question, each asked alone
+    for k in range(1, 5):
+        each = [model.answers([records.encode_question(source.tokenizer, record.question)], n_blocks=k)[0][0]
+                for record in asked]
+        said.append([rows[0] for rows, _ in each])
+        sure.append([log_p.exp().item() for _, log_p in each])
+    for row, answers, p in zip(got, said, sure):
+        same = torch.tensor([a == b for a, b in zip(answers, said[1])]).double()
+        p = torch.tensor(p).double()
+        for name, values in [('P(its answer)', p), ('agrees with 2', same)]:
+            assert row[name] == pytest.approx(values.mean().item(), rel=1e-6)
+            assert row[f'error of {name}'] == pytest.approx(values.std(correction=0).item() / 10 ** 0.5, abs=1e-9)
+    assert got[1]['agrees with 2'] == 1 and min(row['agrees with 2'] for row in got) < 1
+
+
+FOREIGN = [  # as published: GSM-Hard, SVAMP, ASDiv, MAWPS, GSM8K
+    ({'input': '1+1?', 'code': 'x', 'target': 2.0}, '1+1?', '2'),
+    ({'ID': 'c-1', 'Body': '1+2', 'Question': '+1?', 'Equation': '( 1.0 + 3.0 )', 'Answer': 4.0}, '1+2 +1?', '4'),
+    ({'body': '', 'question': '2+1?', 'answer': '3 (apples)', 'formula': '2+1=3'}, '2+1?', '3'),
+    ({'iIndex': 1, 'sQuestion': '3+4?', 'lEquations': ['X=3+4'], 'lSolutions': [0.5]}, '3+4?', '0.5'),
+    ({'question': '4+4?', 'answer': 'It is\n4+4=<<4+4=8>>8\n#### 1,008'}, '4+4?', '1008')]
+
+
+@pytest.mark.parametrize('form', ['list', 'lines'])
+def test_other_makers_problems_become_records(tmp_path, capsys, form):
+    objects = [entry for entry, *_ in FOREIGN] + [{'question': 'x?', 'answer': wrong}
+                                                  for wrong in ('2:3', 'yes', None, True, [1, 2], '')]
+    path = tmp_path / 'set.json'
+    path.write_text(json.dumps(objects) if form == 'list' else '\n'.join(map(json.dumps, objects)), 'utf-8')
+    found = read_test_set(str(path))
+    assert [[record.question, record.answer] for record in found] == [expected for _, *expected in FOREIGN]
+    assert all(record.steps == [] for record in found)
+    left_out = '6 of 11 problems are left out, since their answer is not a number'
+    assert capsys.readouterr().out == f'{path}: {left_out}\n'
+    assert found[1].where == f'{path} {"entry" if form == "list" else "line"} 2'
+
+
+@pytest.mark.parametrize('content, message', [
+    ('[{"question": "a"}]', 'entry 1: a problem needs a text as question or input or squestion or problem and a'),
+    ('{"answer": 3}', 'line 1: a problem needs a text'), ('{"input": "", "target": 3}', 'line 1: a problem needs'),
+    ('[3]', "entry 1 is '3', not an object"), ('[', 'is not JSON'), ('{', 'line 1 is not JSON'),
+    ('', 'holds no problem whose answer is a number'), ('[{"input": "a", "target": "b"}]', 'holds no problem')])
+def test_a_test_set_that_cannot_be_read_is_refused(tmp_path, content, message):
+    (tmp_path / 'set.json').write_text(content, 'utf-8')
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_test_set(str(tmp_path / 'set.json'))
+
+
+@pytest.mark.parametrize('kind', ['rim', 'cot'])
+def test_a_model_is_asked_another_test_set(rim_run, tmp_path, kind):
+    checkpoint, folder = rim_run(kind=kind, max_iters=6), str(tmp_path / 'run')
+    asked = [{'input': f'{a}+2?', 'target': a + 2.0} for a in range(1, 6)]
+    path = tmp_path / 'svamp.json'
+    path.write_text(json.dumps(asked), 'utf-8')
+    evaluation.main([f'--out_dir={folder}', f'--test_set={path}', '--eval_rows=4', '--device=cpu'])
+    with open(os.path.join(folder, 'eval_svamp.json'), encoding='utf-8') as f:
+        numbers = json.load(f)
+    model, tokenizer = train.build_model(checkpoint), data.Tokenizer(checkpoint['meta']['tokenizer'])
+    right = 0
+    for entry in asked[:4]:
+        [[(rows, _)]] = model.answers([records.encode_question(tokenizer, entry['input'])])
+        right += tokenizer.decode(rows[0]).strip().split('\n')[-1] == str(int(entry['target']))
+    assert numbers['questions'] == 4 and numbers['accuracy'] == right / 4 and numbers['test set'] == str(path)
+    assert [row['steps'] for row in numbers['accuracy by steps']] == [0]
+    assert 'block of the last step' not in numbers
+    assert ('-log P(right answer)' in numbers) == (kind == 'rim')  # what the other one would write is not known
 
 
 def test_test_questions_that_do_not_fit_are_left_out_and_counted(dataset, capsys, monkeypatch):

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 import reference
 from config import UserError
 from config.machine import flops_per_token
+from config.streams import Streams
 from model import GPT, GPTConfig, left_pad
-from thoughtbubbles import Streams, Thoughtbubbles, ThoughtbubblesConfig, alive, select, stream_positions
+from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig, alive, select, stream_positions
 
 SIZE = dict(vocab_size=11, block_size=16, n_layer=3, n_head=2, n_embd=16)
-MERGES = ['probs', 'residual', 'rightmost']
+MERGES = ['probs', 'residual', 'logits', 'rightmost']
 
 
 def bubbles(seed=0, **settings):
@@ -34,7 +35,9 @@ def log_probs(model, idx, **kw):
 
 @pytest.mark.parametrize('settings', [
     *(dict(merge=merge) for merge in MERGES), dict(fork_layers=(0, 1, 2), kappa=4.0),
-    dict(kappa=1.0, merge='residual'), dict(attenuate_attention=False), dict(keep_bias=1.5),
+    dict(kappa=1.0, merge='residual'), dict(keep_bias=1.5),
+    dict(attenuate_attention=False), dict(attenuate_attention='keys'), dict(attenuate_attention='values'),
+    dict(attenuate_attention='keys', gate_updates=False), dict(gate_updates=False, copies=2),
     dict(fork_layers=(), copies=2, merge='rightmost'),
     dict(fork_layers=(1,), copies=2)], ids=str)
 def test_model_equals_the_plain_rendering(settings):
@@ -148,7 +151,9 @@ def test_a_binding_budget_lets_the_future_choose_copies():
 
 @pytest.mark.parametrize('side', ['left', 'right'])
 @pytest.mark.parametrize('settings', [*(dict(merge=merge) for merge in MERGES), dict(attenuate_attention=False),
-                                      dict(kappa=1.3), dict(copies=2, fork_layers=(), merge='rightmost'),
+                                      dict(attenuate_attention='keys'), dict(attenuate_attention='values'),
+                                      dict(kappa=1.3, gate_updates=False),
+                                      dict(copies=2, fork_layers=(), merge='rightmost'),
                                       dict(learned_positions=True)], ids=str)
 def test_rows_and_padding_do_not_affect_each_other(settings, side):
     model = bubbles(**settings)
@@ -206,7 +211,9 @@ def test_half_precision_keeps_scores_and_predictions_in_float32():
     model = Thoughtbubbles(ThoughtbubblesConfig(**SIZE))
     idx = torch.randint(11, (2, 12))
     exact = model(idx)[0]
+    keys_alone = Thoughtbubbles(ThoughtbubblesConfig(**SIZE, attenuate_attention='keys', merge='logits'))
     with torch.autocast('cpu', dtype=torch.bfloat16):
+        assert keys_alone(idx)[0].dtype == keys_alone(idx, idx)[1].dtype == torch.float32
         prediction, log_p = model(idx)[0], model.streams(idx)[1]
         assert model.layers[0].mlp(torch.randn(1, 1, 16)).dtype == torch.bfloat16
     assert prediction.dtype == log_p.dtype == torch.float32
@@ -265,8 +272,8 @@ def stream(model, rows, prompts):
 
 @pytest.mark.parametrize('settings', [
     *(dict(merge=merge) for merge in MERGES), dict(kappa=8.0, fork_layers=(0, 1, 2)), dict(kappa=8.0, copies=2),
-    dict(fork_layers=(), copies=2), dict(attenuate_attention=False), dict(random_forks=True),
-    dict(learned_positions=True), dict(undivided_scores=True, keep_bias=14.0, fork_bias=-14.0),
+    dict(fork_layers=(), copies=2), dict(attenuate_attention=False), dict(attenuate_attention='keys'),
+    dict(attenuate_attention='values'), dict(gate_updates=False), dict(random_forks=True), dict(learned_positions=True), dict(undivided_scores=True, keep_bias=14.0, fork_bias=-14.0),
     dict(local_layers=(0, 2), window=3, n_kv_head=1, bias=True, rms_norm=True)], ids=str)
 def test_streaming_equals_recomputation_where_the_budget_never_binds(settings, monkeypatch):
     monkeypatch.setattr(Streams, 'compact_every', 3)
@@ -280,7 +287,8 @@ def test_streaming_equals_recomputation_where_the_budget_never_binds(settings, m
 
 @pytest.mark.parametrize('settings', [
     *(dict(merge=merge) for merge in MERGES), dict(kappa=1.1), dict(kappa=2.0, fork_layers=(0, 1, 2)),
-    dict(attenuate_attention=False), dict(copies=2, kappa=2.5, keep_bias=1.5)], ids=str)
+    dict(attenuate_attention=False), dict(attenuate_attention='values', gate_updates=False),
+    dict(copies=2, kappa=2.5, keep_bias=1.5)], ids=str)
 @torch.no_grad()
 def test_streaming_equals_its_plain_rendering_where_the_budget_binds(settings, monkeypatch):
     monkeypatch.setattr(Streams, 'compact_every', 4)
@@ -370,7 +378,10 @@ def test_streaming_tells_what_was_held_while_generating():
     (dict(fork_layers=(1, 3)), 'fork_layers = .*3 is not a block of n_layer = 3'),
     (dict(fork_layers=(1.5,)), 'fork_layers'), (dict(fork_layers=(1, 1)), 'once'),
     (dict(kappa=0.5), 'kappa = 0.5'), (dict(kappa=math.nan), 'kappa = nan'),
-    (dict(merge='mean'), "merge = 'mean'"), (dict(keep_bias=math.inf), 'keep_bias = inf'),
+    (dict(merge='rightmost', attenuate_attention=False, gate_updates=False), 'nothing is left that the scores'),
+    (dict(merge='mean'), "merge = 'mean'"),
+    (dict(attenuate_attention='all'), "attenuate_attention = 'all': choose True, False, keys, values"),
+     (dict(keep_bias=math.inf), 'keep_bias = inf'),
     (dict(kappa=1e308), 'kappa'), (dict(copies=0), 'copies = 0')])
 def test_impossible_settings_are_named(settings, named):
     with pytest.raises(UserError, match=named):

@@ -1,0 +1,136 @@
+"""What is shown: the page of coloured text, the curves of several runs."""
+import html.parser
+import importlib.util
+import json
+import re
+
+import pytest
+
+import data
+import eval as evaluation
+import sample
+from config import UserError
+from conftest import write_records, write_text
+
+
+class Page(html.parser.HTMLParser):
+    """A page as its reader sees it: `texts`, one per <p>, of (what stands there, number below, under the pointer,
+    background); `open` are the elements that nobody has closed."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.texts, self.open, self.styles = [], [], ''
+        self.feed(content)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        assert not {'src', 'href'} & attributes.keys()  # it needs no other file
+        if tag == 'p':
+            self.texts.append([])
+        if tag == 'ruby':
+            self.texts[-1].append(['', '', attributes['title'], attributes['class']])
+        if tag != 'meta':
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        place = self.open[-1] if self.open else ''
+        if place == 'style':
+            self.styles += text
+        elif place == 'p':  # outside of a ruby nothing is known of the effort
+            self.texts[-1].append([text, '', '', ''])
+        elif place in ('ruby', 'rt'):
+            self.texts[-1][-1][place == 'rt'] += text
+
+
+def test_a_page_shows_every_text_with_its_numbers_and_escapes_it():
+    tokenizer = data.Tokenizer({'kind': 'char', 'chars': sorted('\n"&<>ab')})
+    texts = ['a<b>&"\na', 'ba']
+    effort = [[None, 1, 2, 3, 9, 2, 1, 4], [1, 2]]
+    rows = [tokenizer.encode(text) for text in texts]
+    page = Page(sample.page('<run> & more', tokenizer, rows, effort, 'slots'))
+    assert not page.open and len(page.texts) == 2
+    for text, numbers, shown in zip(texts, effort, page.texts):
+        assert ''.join(part for part, *_ in shown).replace('\u21b5', '') == text
+        below = [number for part, number, *_ in shown if part != '\n']
+        assert below == ['' if n is None else str(n) for n in numbers]
+        told = [pointer for part, _, pointer, _ in shown if part != '\n']
+        assert told == ['' if n is None else f'{c!r}, slots: {n}' for c, n in zip(text, numbers)]
+    # the colours are those of a terminal: 255 is a grey, 55 a dark purple, on which text is white
+    assert '.e1 { background: rgb(238 238 238); color: rgb(0 0 0) }' in page.styles
+    assert '.e7 { background: rgb(95 0 175); color: rgb(255 255 255) }' in page.styles
+    assert [background for *_, background in page.texts[0]][:5] == ['', 'e1', 'e2', 'e3', 'e7']
+
+
+@pytest.mark.parametrize('method', ['thoughtbubbles', 'cyb'])
+def test_sample_writes_the_page_of_all_its_texts(run, tmp_path, capsys, method):
+    run('run', method=method)
+    capsys.readouterr()
+    sample.main([f'--out_dir={tmp_path}/run', '--prompt=1 plus', '--max_new_tokens=8', '--num_samples=3', '--show',
+                 f'--html={tmp_path}/page.html'])
+    said = capsys.readouterr()
+    texts = Page((tmp_path / 'page.html').read_text('utf-8')).texts
+    assert len(texts) == 3 and said.err.endswith(f'written to {tmp_path}/page.html\n')
+    for shown, printed in zip(texts, said.out.split('--- ')[1:]):
+        assert ''.join(part for part, *_ in shown).replace('\u21b5', '') in printed
+        numbers = re.findall(r"':(\d+)", printed)
+        assert [number for _, number, *_ in shown if number] == numbers
+        assert len(numbers) == (14 if method == 'thoughtbubbles' else 8)  # a prompt's slots are not known
+
+
+# --- curves ---
+
+def logged(folder, losses, step=10):
+    """A run's log with these validation losses, among other lines."""
+    lines = []
+    for i, loss in enumerate(losses):
+        lines += [{'iter': i * step, 'train_loss': 9.0, 'lr': 0.1}, {'iter': i * step, 'val_loss': loss}]
+    (folder / 'log.jsonl').write_text('\n'.join(map(json.dumps, lines)), encoding='utf-8')
+
+
+def test_curves_tell_when_a_run_reaches_the_first_ones_final_loss(run, tmp_path, capsys):
+    runs = [str(tmp_path / name) for name in ('first', 'better', 'never', 'wider')]
+    for name, settings in dict(first={}, better=dict(method='cyb'), never={}, wider=dict(grad_accum=3)).items():
+        run(name, max_iters=1, **settings)
+    losses_of = dict(first=[3.0, 2.0, 1.0, 1.5], better=[3.0, 1.4, 1.2], never=[3.0, 1.6], wider=[3.0, 1.5])
+    for name, losses in losses_of.items():
+        logged(tmp_path / name, losses)
+    with open(tmp_path / 'better' / 'log.jsonl', 'a', encoding='utf-8') as f:
+        f.write('\n{"iter": 30, "val_lo')
+    capsys.readouterr()
+    evaluation.main([f'--curves={",".join(runs)}', f'--output={tmp_path}/new/curves'])
+    out = capsys.readouterr().out
+    assert out.count('passing over a broken line') == 1
+    got = json.loads((tmp_path / 'new' / 'curves.json').read_text('utf-8'))
+    assert got['unit of loss'] == 'nats per token'
+    # a step has 4 rows of 16 tokens, in `wider` three times as many
+    assert [list(row.values()) for row in got['runs']] == [
+        [runs[0], 'gpt', 30, 30 * 64, 1.0, 1.5, 20, pytest.approx(20 / 30)],
+        [runs[1], 'cyb', 20, 20 * 64, 1.2, 1.2, 10, pytest.approx(10 / 30)],
+        [runs[2], 'gpt', 10, 10 * 64, 1.6, 1.6, None, None],
+        [runs[3], 'gpt', 10, 30 * 64, 1.5, 1.5, 10, pytest.approx(1.0)]]
+    assert list(got['runs'][0])[-2:] == ['step with 1.5000', 'share of the tokens of the first']
+    assert [list(row.values()) for row in got['loss over steps']] == [
+        [0, 3.0, 3.0, 3.0, 3.0], [10, 2.0, 1.4, 1.6, 1.5], [20, 1.0, 1.2, None, None], [30, 1.5, None, None, None]]
+    assert [(row['tokens'], row[runs[3]]) for row in got['loss over tokens']] == [
+        (0, 3.0), (640, None), (1280, None), (1920, 1.5)]
+    never = next(line.split() for line in out.splitlines() if line.split()[:1] == [runs[2]])
+    assert never[-3:] == ['1.6000', '-', '-']
+    assert (tmp_path / 'new' / 'curves.png').exists() == (importlib.util.find_spec('matplotlib') is not None)
+
+
+def test_curves_that_cannot_be_compared_are_refused_in_one_line(run, tmp_path):
+    run('text')
+    run('records', dataset=write_records(tmp_path / 'set'), method='rim', train_on='sft', block_size=48)
+    run('other', dataset=write_text(tmp_path / 'abc'))
+    (tmp_path / 'empty').mkdir()
+    logged(tmp_path / 'empty', [])
+    logged(tmp_path, [1.0])
+    for second, message in [('records', 'records has losses in nats per record, .*text in nats per token'),
+                            ('other', 'or its tokenizer is another'), ('nowhere', 'nowhere/log.jsonl is not there'),
+                            ('empty', 'empty/log.jsonl holds no validation loss yet'),
+                            ('.', 'ckpt.pt is not there')]:
+        with pytest.raises(UserError, match=message):
+            evaluation.main([f'--curves={tmp_path}/text,{tmp_path}/{second}'])
