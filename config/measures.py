@@ -27,12 +27,32 @@ On = namedtuple('On', 'rows slow batches models n_rows n_mem batch_size')
 def losses(model, on):
     """The validation loss; for text its perplexity and how often the likeliest token is right."""
     numbers = loss_of(model, on.rows)
-    if len(on.rows[0]) == 2:  # idx, targets; a row at a time, since a batch's predictions may be large
-        correct = [(model(idx[None])[0].argmax(dim=-1) == targets).double().mean().item()
+    if len(on.rows[0]) == 2:  # idx, targets
+        correct = [(torch.cat([part.argmax(dim=-1) for part in predictions(model, idx)]) == targets).double().mean()
                    for batch in progress(on.rows, 'accuracy') for idx, targets in zip(*batch)]
         numbers['perplexity'] = perplexity(numbers['loss'])
-        numbers['accuracy'] = sum(correct) / len(correct)
+        numbers['accuracy'] = (sum(correct) / len(correct)).item()
     return numbers
+
+
+def predictions(model, idx, at_once=64):
+    """What a text model says after each token of a row idx (T,): logits or log-probabilities (n,V) of a few tokens
+    at a time, since those of all may be too large."""
+    row, T = idx[None], len(idx)
+    if hasattr(model, 'every_slot'):
+        x, predict = model.every_slot(row)[0], model.predictions
+    elif getattr(model, 'plain', True) or model.config.merge != 'probs':
+        x, predict = model.trunk(row)[0], model.logits
+    else:
+        streams, log_p, src = model.streams(row)
+        x = torch.arange(T, device=idx.device)
+
+        def predict(tokens):
+            here = torch.isin(src[0], tokens)
+            first = tokens[0]
+            return model.merge_probs(streams[:, here], log_p[:, here], src[:, here] - first, len(tokens))[0]
+    for part in x.split(at_once):
+        yield predict(part)
 
 
 def perplexity(loss):
@@ -232,31 +252,16 @@ class Watch(TorchFunctionMode):
         return super().__exit__(*error)
 
 
-def entropies(model, x, log_p, src, T):
-    """Entropy in nats (T,) of a row's predictions, from its streams after the last block, for few tokens at a
-    time: the predictions of all may be too large."""
-    found = []
-    for first in range(0, T, 32):
-        n = min(32, T - first)
-        here = (src[0] >= first) & (src[0] < first + n)
-        part = x[:, here], log_p[:, here], src[:, here] - first, n
-        predicted = model.merge_probs(*part) if model.config.merge == 'probs' else \
-            model.logits(model.merge_vectors(*part)).log_softmax(dim=-1)
-        found.append(-(predicted.exp() * predicted).sum(dim=-1)[0])
-    return torch.cat(found)
-
-
 def streams(model, on):
     """Thoughtbubbles: whether the streams go where the model is uncertain, and what each block has of them."""
     if model.plain:
         return {}
     entropy, held, blocks = [], [], []
-    for row in progress([row[None] for batch in on.rows for row in batch[0]], 'streams'):
-        T = row.size(1)
-        with Watch(model, T) as watch:
-            x, log_p, src = model.streams(row)
-        entropy.append(entropies(model, x, log_p, src, T).cpu().double())
-        held.append(src[0].bincount(minlength=T).cpu().double())
+    for idx in progress([idx for batch in on.rows for idx in batch[0]], 'streams'):
+        with Watch(model, len(idx)) as watch:
+            entropy += [torch.distributions.Categorical(logits=part).entropy().cpu().double()
+                        for part in predictions(model, idx)]
+        held.append(watch.src.bincount(minlength=len(idx)).cpu().double())
         blocks.append(watch.blocks)
     entropy, held = torch.cat(entropy), torch.cat(held)
     r, p = correlation(entropy, held)
