@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -59,6 +60,20 @@ def arguments(**settings):
     tiny = dict(device='cpu', n_layer=3, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=4,
                 warmup_iters=2, eval_interval=2, eval_rows=8, log_interval=1)
     return [f'--{name}={value}' for name, value in {**tiny, **settings}.items()]
+
+
+@contextlib.contextmanager
+def interrupted(step):
+    """A SIGTERM arrives when the loop is in that step."""
+    rate = train.learning_rate_at
+
+    def learning_rate_at(stage, it):
+        if it == step:
+            signal.raise_signal(signal.SIGTERM)
+        return rate(stage, it)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, 'learning_rate_at', learning_rate_at)
+        yield
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ Nothing here names a method: a new one, or a new setting, is taken up by itself.
 import json
 import math
 import re
-import signal
 from fnmatch import fnmatch
 
 import pytest
@@ -16,7 +15,7 @@ import sample
 import train
 from config import UserError, class_settings
 from config.checkpoint import load_checkpoint
-from conftest import ROWS, arguments, read_log, train_on, without_reports, write_records, write_text
+from conftest import ROWS, arguments, interrupted, read_log, train_on, without_reports, write_records, write_text
 from data.text import TextBatches
 
 TEXT = ''.join(f'{a}+{b}={a + b}\n' for a in range(30) for b in range(12))
@@ -107,16 +106,10 @@ def check(folder, i):
     leaves is evaluated and sampled. Returns its losses."""
     command, out = json.loads((folder / 'jobs.json').read_text('utf-8'))[i][0], folder / f'one{i}'
     two = load_checkpoint(str(folder / f'two{i}' / 'ckpt.pt'))
-    config_class, model_class, batch_class = train.METHODS[two['method']]
-    draw = batch_class.train_batch
-
-    def train_batch(self, stage, it, rows):
-        if it == 0:
-            signal.raise_signal(signal.SIGTERM)
-        return draw(self, stage, it, rows)
-    with without_reports() as patch:
-        patch.setattr(batch_class, 'train_batch', train_batch)
-        train.main([*command, f'--out_dir={out}'])
+    config_class, model_class, _ = train.METHODS[two['method']]
+    with without_reports():
+        with interrupted(0):
+            train.main([*command, f'--out_dir={out}'])
         assert read_log(out)[-1]['iter'] == 1
         train.main([*command, f'--out_dir={out}', '--init_from=resume'])
 

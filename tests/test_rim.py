@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import signal
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ import sample
 import train
 from config import UserError, measures
 from config.checkpoint import load_checkpoint
-from conftest import read_log, write_records, write_text
+from conftest import interrupted, read_log, write_records, write_text
 from data import records
 from data.test_sets import read_test_set
 from model import GPT, GPTConfig, Stage
@@ -281,18 +280,11 @@ def test_a_finished_run_without_stage_2_goes_on(rim_run):
 
 
 @pytest.mark.parametrize('stop', [1, 2, 4], ids=['in stage 1', 'between the stages', 'in stage 2'])
-def test_resume_is_exact_in_either_stage(rim_run, tmp_path, monkeypatch, stop):
+def test_resume_is_exact_in_either_stage(rim_run, tmp_path, stop):
     settings = dict(dropout=0.1, stage2_dropout=0.3, stage2_learning_rate=1e-3)
     whole = rim_run('whole', **settings)
-    draw = RiMBatches.train_batch
-
-    def train_batch(self, stage, it, rows):
-        if it == stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return draw(self, stage, it, rows)
-    monkeypatch.setattr(RiMBatches, 'train_batch', train_batch)
-    half = rim_run('parts', **settings)
-    monkeypatch.setattr(RiMBatches, 'train_batch', draw)
+    with interrupted(stop):
+        half = rim_run('parts', **settings)
     assert half['step'] == stop + 1
     # stage 2 starts with an optimizer that knows nothing
     assert bool(half['optimizer']['state']) == (stop != 2)

@@ -1,7 +1,5 @@
 """The seams of model.py carry a method that was not foreseen: Catch Your Breath on Thoughtbubbles, in forty lines."""
 import functools
-import os
-import signal
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +9,7 @@ import sample
 import train
 from config import UserError
 from config.checkpoint import load_checkpoint
+from conftest import interrupted
 from cyb import CYB, CYBConfig
 from data.text import TextBatches
 from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
@@ -117,18 +116,11 @@ def test_generation_rereads_the_text_with_all_slots_of_past_tokens():
     assert model.complete([[5, 6, 7], [1, 2]], 6, temperature=0)[1] == text[2:]  # beside another row
 
 
-def test_it_trains_resumes_and_samples(registered, run, tmp_path, monkeypatch, capsys):
+def test_it_trains_resumes_and_samples(registered, run, tmp_path, capsys):
     settings = dict(method='breathing', fork_layers='1,2', W=2, max_iters=6, dropout=0.1)
     whole = run('whole', **settings)
-    draw = TextBatches.train_batch
-
-    def interrupted(self, stage, it, rows):
-        if it == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return draw(self, stage, it, rows)
-    with monkeypatch.context() as m:
-        m.setattr(TextBatches, 'train_batch', interrupted)
-        assert run('parts', **settings)['step'] == 3  # the batch of step 3 is drawn in the one before
+    with interrupted(3):
+        assert run('parts', **settings)['step'] == 4
     resumed = run('parts', init_from='resume', **settings)
     assert all(torch.equal(weight, resumed['model'][name]) for name, weight in whole['model'].items())
     capsys.readouterr()

@@ -15,26 +15,12 @@ import sample
 import train
 from config import UserError, machine
 from config.checkpoint import load_checkpoint
-from conftest import METHOD_SETTINGS, read_log, write_text
+from conftest import METHOD_SETTINGS, interrupted, read_log, write_text
 from data.text import TextBatches
 from model import GPT, GPTConfig
 
 def without_speed(log):
     return [{k: v for k, v in entry.items() if k not in ('tokens_per_s', 'save_s')} for entry in log]
-
-
-@pytest.fixture
-def interrupt(monkeypatch):
-    """interrupt(step): a SIGTERM arrives while the batch of that step is drawn."""
-    draw = TextBatches.train_batch
-
-    def at(step):
-        def train_batch(self, stage, it, rows):
-            if it == step:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return draw(self, stage, it, rows)
-        monkeypatch.setattr(TextBatches, 'train_batch', train_batch)
-    return at
 
 
 def test_a_run_leaves_checkpoints_a_log_and_a_sample(run, tmp_path, capsys):
@@ -71,11 +57,11 @@ def test_accumulation_changes_nothing(run, tmp_path, settings):
 
 @pytest.mark.parametrize('settings', [
     *METHOD_SETTINGS, dict(method='thoughtbubbles', fork_layers='0,1,2', kappa=1.5, random_forks=True)], ids=str)
-def test_resume_equals_an_uninterrupted_run_bit_for_bit(run, tmp_path, interrupt, capsys, settings):
+def test_resume_equals_an_uninterrupted_run_bit_for_bit(run, tmp_path, capsys, settings):
     settings = dict(dict(dropout=0.2), **settings, max_iters=8, grad_accum=2, eval_interval=3)
     whole = run('whole', **settings)
-    interrupt(5)  # so that the step to resume at is one of the evaluations
-    half = run('parts', **settings)
+    with interrupted(5):  # so that the step to resume at is one of the evaluations
+        half = run('parts', **settings)
     assert half['step'] == 6 and 'stopped by a signal after step 6' in capsys.readouterr().out
     resumed = run('parts', init_from='resume', **settings)
     assert resumed['step'] == 8
@@ -87,9 +73,9 @@ def test_resume_equals_an_uninterrupted_run_bit_for_bit(run, tmp_path, interrupt
     assert whole['best_val_loss'] == resumed['best_val_loss']
 
 
-def test_auto_resumes_if_there_is_something_to_resume(run, interrupt, capsys):
-    interrupt(2)
-    assert run(init_from='auto')['step'] == 3
+def test_auto_resumes_if_there_is_something_to_resume(run, capsys):
+    with interrupted(2):
+        assert run(init_from='auto')['step'] == 3
     assert 'resuming' not in capsys.readouterr().out
     assert run(init_from='auto')['step'] == 4
     assert 'resuming' in capsys.readouterr().out

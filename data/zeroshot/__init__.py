@@ -86,10 +86,12 @@ def files_of(tasks):
     """'piqa,blimp' -> ['piqa', 'blimp/adjunct_island', ...]: a paradigm may be named itself. Raises UserError
     where there is no such task or no file of it."""
     names = []
-    for task in map(str.strip, tasks.split(',')):
+    tasks = [task.strip() for task in tasks.split(',')]
+    for task in tasks:
         kind, slash, paradigm = task.partition('/')
         if kind not in TASKS or slash and kind != 'blimp' or not re.fullmatch(r'\w*', paradigm):
             raise UserError(f'tasks = {task!r}: there are {", ".join(TASKS)} and blimp/PARADIGM')
+    for task in tasks:
         paths = [os.path.join(FOLDER, task + '.jsonl')]
         if task == 'blimp':
             paths = sorted(glob(os.path.join(FOLDER, 'blimp', '*.jsonl')))
