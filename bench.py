@@ -25,16 +25,20 @@ device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 SMALL = dict(vocab_size=65, block_size=64, n_layer=4, n_head=4, n_embd=128)  # config/gpt_small.py
 
 
-def build(method, rows=None, **settings):
-    """A model with random weights and its training step on `rows` or batch_size rows, a function."""
+def build(method, rows=None, batch=None, **settings):
+    """A model with random weights and its training step, a function, on a batch or on `rows` or batch_size random
+    rows of text."""
     config_class, model_class, *_ = METHODS.get(method, (GPTConfig, WholeLogits))
     torch.manual_seed(0)
     model = model_class(config_class(**settings)).to(device)
     optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
-    ids = torch.randint(settings['vocab_size'], (rows or batch_size, settings['block_size'] + 1), device=device)
+    if batch is None:
+        ids = torch.randint(settings['vocab_size'], (rows or batch_size, settings['block_size'] + 1))
+        batch = ids[:, :-1], ids[:, 1:]
+    batch = [t.to(device) for t in batch]
 
     def step():
-        model(ids[:, :-1], ids[:, 1:])[1].backward()
+        model(*batch)[1].backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
