@@ -32,7 +32,7 @@ from config import UserError
 from config.checkpoint import load_start, starting_settings
 from config.files import read_log, write_file
 from config.machine import choose_device, flops_per_token, set_threads
-from config.tables import print_numbers
+from config.tables import formatted, print_numbers
 
 configs = ''  # separated by commas, the plain GPT first; settings may follow a file: "config/cyb_small.py --W=4"
 out_dir = 'out/compare'  # for compare.json, and a folder for each run
@@ -232,7 +232,8 @@ def train_all(jobs, results, write):
                 found = outcome(run, running.pop(name).returncode, os.path.join(out_dir, name))
                 results[name] = {'run': run.name, 'rate': rate, 'seed': seed, **found}
                 write()
-                print(f'{name}: {found}; {len(waiting) + len(running)} to go', flush=True)
+                (word, value), = found.items()
+                print(f'{name}: {word} {formatted(value)}; {len(waiting) + len(running)} to go', flush=True)
                 if 'loss' in found and not keep:
                     with contextlib.suppress(FileNotFoundError):
                         os.remove(os.path.join(out_dir, name, 'ckpt.pt'))
@@ -278,7 +279,8 @@ def print_results(runs, pairs, results):
         loss, error = mean_and_error([*values[name].values()])
         losses.append({'run': name, 'steps': run.steps, 'width': run.config.n_embd,
                        'FLOPs': run.flops / plain.flops, 'rate': rate and f'{rate:g}',
-                       'edge': 'yes' if at_edge else 'no', 'seeds': len(values[name]), 'loss': loss, 'error': error})
+                       'edge': 'yes' if at_edge else 'no', 'seeds': len(values[name]), 'loss': loss,
+                       'error': error})
     for name, other in pairs:
         by_seed = paired(values[name], values[other])
         difference, error = mean_and_error(by_seed)
@@ -316,10 +318,12 @@ def main(argv):
 
     def write():
         saved['values'].update({name: final_losses(run, results) for name, run in runs.items()})
+        os.makedirs(out_dir, exist_ok=True)
         write_file(path, json.dumps(saved, indent=1))
 
     own = [word for word in argv if not word.startswith('--out_dir')]
     saved['from'] = shlex.join(['python', '-m', 'config.compare', *own])
+    write()  # from now on its settings are known
     for phase in ('search', 'edge', 'seeds'):
         train_all([(run, *job) for run in runs.values() for job in jobs_of(phase, run, results)], results, write)
     print_results(runs, pairs, results)
