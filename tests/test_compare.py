@@ -22,7 +22,7 @@ BEST = {'plain': 2e-3, 'tb': 4e-3, 'cyb': 1e-3}  # learning rates
 
 
 def loss_at(name, rate, seed):
-    return 2 + (math.log2(rate / BEST[name.split('_')[0]])) ** 2 / 10 + (0.01 * seed if name == 'plain' else 0.02 * seed)
+    return 2 + math.log2(rate / BEST[name]) ** 2 / 10 + seed * (0.01 if name == 'plain' else 0.02)
 
 
 class Child:
@@ -54,8 +54,8 @@ def place(tmp_path, monkeypatch):
     write_text(tmp_path / 'text', TEXT)
     write_text(tmp_path / 'other', TEXT)
     write_records(tmp_path / 'records')
-    size = ("n_layer = 3\nn_head = 2\nn_embd = 16\nblock_size = 16\nmax_iters = 40\nlearning_rate = 2e-3\nmin_lr = 2e-4\n"
-            "batch_size = 4\neval_rows = 8\neval_interval = 20\n")
+    size = ("n_layer = 3\nn_head = 2\nn_embd = 16\nblock_size = 16\nmax_iters = 40\nlearning_rate = 2e-3\n"
+            "min_lr = 2e-4\nbatch_size = 4\neval_rows = 8\neval_interval = 20\n")
     records = "method = 'rim'\nblock_size = 48\n"
     for name, dataset, more in [
             ('plain', 'text', ''), ('other', 'other', ''), ('cyb', 'text', "method = 'cyb'\nW = 2\n"),
@@ -94,12 +94,11 @@ def trainings(place, monkeypatch):
                 return 1
             name = os.path.basename(folder).split('_lr=')[0]
             loss = loss_at(name, float(given['learning_rate']), int(given['seed']))
-            at = int(given.get('max_iters', 40))
             for file in ('ckpt.pt', 'best.pt'):
                 open(os.path.join(folder, file), 'w').close()
+            log = [{'iter': 0, 'val_loss': 9.9}, {'iter': 40, 'train_loss': 1.0}, {'iter': 40, 'val_loss': loss}]
             with open(os.path.join(folder, 'log.jsonl'), 'w') as f:
-                f.write(''.join(json.dumps(e) + '\n' for e in [{'iter': 0, 'val_loss': 9.9},
-                                                               {'iter': at, 'train_loss': 1.0}, {'iter': at, 'val_loss': loss}]))
+                f.write(''.join(json.dumps(entry) + '\n' for entry in log))
             return 0
         made.children.append(Child(end, polls=2))
         return made.children[-1]
@@ -129,7 +128,8 @@ def test_means_errors_and_pairs_are_those_computed_by_hand():
 
 def test_each_config_is_searched_and_then_run_with_other_seeds_at_its_best_rate(trainings, capsys):
     saved = run('--configs=plain.py,tb.py,cyb.py', '--seeds=3')
-    rates = {name: {r['rate'] for r in saved['results'].values() if r['run'] == name and r['seed'] > 1} for name in BEST}
+    rates = {name: {r['rate'] for r in saved['results'].values() if r['run'] == name and r['seed'] > 1}
+             for name in BEST}
     assert rates == {name: {rate} for name, rate in BEST.items()}
     assert len(trainings) == 3 * (5 + 3) and len(saved['results']) == 24
     assert saved['values']['tb'] == pytest.approx({'2': 2.04, '3': 2.06, '4': 2.08})
@@ -182,17 +182,21 @@ def test_the_plain_gpt_with_equal_flops_has_more_steps_or_the_nearest_width(plac
     for name, value in dict(configs='plain.py,tb.py,cyb.py', equal_flops='both').items():
         monkeypatch.setattr(compare, name, value)
     runs, pairs = compare.read_runs()
+    plain = runs['plain']
+    assert plain.flops == 40 * 4 * 16 * flops(n_embd=16)
     for name in ('tb', 'cyb'):
-        more = runs[name].flops / runs['plain'].flops
+        more = runs[name].flops / plain.flops
         assert 1.5 < more < 3
+        steps = f'plain_max_iters={round(40 * more)}'
         width = min(range(16, 65, 4), key=lambda n: abs(flops(n_embd=n) - flops(n_embd=16) * more))
-        assert {(name, f'plain_max_iters={round(40 * more)}'), (name, f'plain_n_embd={width}'), (name, 'plain')} < {*pairs}
-        assert abs(runs[f'plain_max_iters={round(40 * more)}'].flops / runs[name].flops - 1) < 1 / 40
-    assert runs['plain'].flops == 40 * 4 * 16 * flops(n_embd=16)
-    assert {(name, 'plain') for name in runs} - {('plain', 'plain')} < {*pairs}
-    for choice, kinds in dict(steps={'max_iters'}, width={'n_embd'}, none=set()).items():
+        assert {(name, 'plain'), (name, steps), (name, f'plain_n_embd={width}')} < {*pairs}
+        assert abs(runs[steps].flops / runs[name].flops - 1) < 1 / 40
+    assert {(name, 'plain') for name in runs if name != 'plain'} < {*pairs}
+    assert not compare.controls(plain, plain.flops)
+    for choice, number in dict(steps='max_iters', width='n_embd').items():
         monkeypatch.setattr(compare, 'equal_flops', choice)
-        assert {kind for kind in ('max_iters', 'n_embd') if f'_{kind}=' in str(list(compare.read_runs()[0]))} == kinds
+        found, = compare.controls(plain, plain.flops * 2)
+        assert found.name.startswith(f'plain_{number}=')
 
 
 def test_what_an_interruption_left_undone_is_made_at_the_next_call(trainings, place):
@@ -219,14 +223,15 @@ def test_two_at_a_time_are_two(trainings):
 
 
 def test_a_run_that_fails_is_named_with_its_last_line_and_tried_again(trainings, capsys):
-    trainings.fail = {'tb_lr=0.008': 'step 3\nerror: step 4: loss nan: it has diverged\n\n', 'plain_lr=0.002_seed=3': ''}
+    trainings.fail = {'tb_lr=0.008': 'step 3\nerror: step 4: loss nan: it has diverged\n\n',
+                      'plain_lr=0.002_seed=3': ''}
     saved = run('--seeds=2')
     assert saved['results']['tb_lr=0.008_seed=1'] == {'run': 'tb', 'rate': 8e-3, 'seed': 1,
                                                       'failed': 'error: step 4: loss nan: it has diverged'}
     said = capsys.readouterr().out
     assert 'tb_lr=0.008_seed=1 failed: error: step 4: loss nan: it has diverged\n' in said
     assert 'plain_lr=0.002_seed=3 failed: ended with status 1\n' in said
-    assert ['tb', 'plain', '1', '0.0200', '-'] in [line.split() for line in said.splitlines()]  # the pair that is there
+    assert ['tb', 'plain', '1', '0.0200', '-'] in [line.split() for line in said.splitlines()]  # one pair is left
     trainings.fail = {}
     n = len(trainings)
     assert not any('failed' in r for r in run('--seeds=2')['results'].values()) and len(trainings) == n + 2
@@ -255,7 +260,8 @@ def test_a_plan_says_the_hours_and_makes_nothing(trainings, capsys, monkeypatch,
     run('--plan=True')
     # 10 runs of 40 steps and 3 evaluations of 2 batches, each a third of a step
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ['tb', '40', '9.0000', '10', '1.0500'] in rows and ['20', 'runs,', 'about', '2.10', 'hours'] in [r[:5] for r in rows]
+    assert ['tb', '40', '9.0000', '10', '1.0500'] in rows
+    assert ['20', 'runs,', 'about', '2.10', 'hours'] in [row[:5] for row in rows]
     assert not trainings and not (place / 'cmp').exists()
     monkeypatch.setattr(bench, 'seconds', lambda step: 9.0)
     run('--parallel=2', '--seeds=1')
@@ -283,13 +289,74 @@ def test_what_cannot_be_compared_is_refused_in_one_line(trainings, arguments, me
 
 def test_results_of_other_settings_are_not_taken_for_these(trainings):
     run('--seeds=1')
-    with pytest.raises(UserError, match=r"compare.json has plain with n_layer = 3, now it is 2: choose another out_dir"):
+    with pytest.raises(UserError, match='compare.json has plain with n_layer = 3, now it is 2: choose another'):
         run('--seeds=1', '--extra=--n_layer=2', '--configs=plain.py')
 
 
 def test_a_child_prints_into_its_file_and_hears_a_signal_of_ours_alone(tmp_path):
-    child = compare.start([sys.executable, '-c', 'import os; print(os.getpgid(0) == os.getpid(), flush=True); input()'],
-                          tmp_path / 'output.txt')
+    program = 'import os; print(os.getpgid(0) == os.getpid(), flush=True); input()'
+    child = compare.start([sys.executable, '-c', program], tmp_path / 'output.txt')
     assert child.wait() == 1  # there is nothing to read
     said = (tmp_path / 'output.txt').read_text()
     assert said.startswith('True\n') and 'EOFError' in said
+
+
+# --- the page of claims ---
+
+@pytest.mark.parametrize('differences, direction, near, word', [
+    ([-0.2, -0.3, -0.25], 'below', 0.0, 'holds'), ([-0.2, -0.3, -0.25], 'above', 0.0, 'does not'),
+    ([0.2, 0.3, 0.25], 'above', 0.0, 'holds'), ([0.2, -0.3, 0.25], 'above', 0.0, 'too small to tell'),
+    ([0.2], 'above', 0.0, 'too small to tell'), ([0.2, 0.3], 'above', 0.0, 'too small to tell'),
+    ([0.01, -0.01, 0.0], 'near', 0.1, 'holds'), ([0.5, 0.51, 0.49], 'near', 0.1, 'does not'),
+    ([-0.5, -0.51, -0.49], 'near', 0.1, 'does not'), ([0.1, 0.12, 0.08], 'near', 0.1, 'too small to tell')])
+def test_a_verdict_is_computed_by_one_rule(differences, direction, near, word):
+    assert claims.verdict(differences, direction, near)[0] == word
+
+
+def test_an_interval_is_students():
+    """Three seeds 0, 1, 2 have the mean 1 and the error 1/sqrt(3): 4.30 errors reach from -1.48 to 3.48."""
+    for shift, word in [(1.47, 'too small to tell'), (1.49, 'holds')]:
+        assert claims.verdict([shift, shift + 1, shift + 2], 'above')[0] == word
+    many = [float(i % 2) for i in range(200)]
+    assert claims.verdict([x - 0.4 for x in many], 'above')[0] == 'holds'  # 0.1 is 2.8 errors
+
+
+def test_a_claim_is_judged_by_the_seeds_that_both_have(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, 'FOLDER', str(tmp_path))
+    values = {'a': {'1': 1.0, '2': 1.1, '3': 0.9, '4': 50.0}, 'b': {'3': 2.0, '2': 2.2, '1': 2.1}, 'c': {'9': 1.0}}
+    (tmp_path / 'x.json').write_text(json.dumps({'from': 'y', 'values': values}))
+
+    def judge(file, first, direction, second):
+        return claims.judge(claims.Claim('', '', '', file, first, direction, second))
+
+    assert judge('x', 'a', 'below', 'b') == ('1.0000 ± 0.0577 against 2.1000 ± 0.0577, 3 seeds', 'holds',
+                                             'difference -1.1000 ± 0.0000')
+    assert judge('x', 'b', 'above', '')[:2] == ('2.1000 ± 0.0577, 3 seeds', 'holds')
+    assert judge('x', 'c', 'above', '') == ('1.0000, 1 seed', 'too small to tell', 'difference 1.0000, one seed')
+    assert judge('x', 'a', 'below', 'd') == ('', 'not measured', 'x.json: no d')
+    assert judge('x', 'a', 'below', 'c') == ('', 'not measured', 'x.json: no seed of both')
+    assert judge('z', 'a', 'below', 'b') == ('', 'not measured', 'no results/z.json')
+
+
+def test_the_page_is_what_the_command_writes():
+    with open(claims.PAGE, encoding='utf-8') as f:
+        assert f.read() == claims.page()
+
+
+def test_what_config_compare_writes_is_read(trainings, monkeypatch, place):
+    run('--seeds=3')
+    monkeypatch.setattr(claims, 'FOLDER', 'cmp')
+    claim = claims.Claim('', '', '', 'compare', 'tb', 'above', 'plain')
+    assert claims.judge(claim) == ('2.0600 ± 0.0115 against 2.0300 ± 0.0058, 3 seeds', 'holds',
+                                   'difference 0.0300 ± 0.0058')
+
+
+def test_the_configs_that_a_claim_names_are_there_and_numbers_have_a_name():
+    rows = [claims.Claim(*row) for rows in claims.CLAIMS.values() for row in rows]
+    for claim in rows:
+        names = re.findall(r'config/(\w+)\.py', claim.command) + re.findall(r'\bout/(\w+)', claim.command)
+        assert (names or not claim.command) and claim.direction in ('below', 'above', 'near'), claim
+        for name in names:
+            assert os.path.exists(os.path.join(ROOT, 'config', name + '.py')), claim
+    known = {claim.file + '.json' for claim in rows}
+    assert {*os.listdir(claims.FOLDER)} <= known  # a file that no claim reads would be an unread result
