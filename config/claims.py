@@ -84,10 +84,10 @@ CLAIMS = {
 }
 RULE = f'''# The papers' claims, and what came out here
 
-`python -m config.claims` writes this page from the files of [results](results). *here*: mean ± standard error.
-The verdict is computed from the difference of the two numbers, seed by seed: *holds* if its 95 % confidence
-interval (Student's t) lies on the claimed side of 0; *does not* if it lies on the other side; else, or with one seed
-alone, *too small to tell*. "As fast" means within {NEAR:.0%} of the second number. A verdict is about the model of its
+`python -m config.claims` writes this page from the files of [results](results). *here*: mean ± standard error. The
+verdict is computed from the difference of the two numbers, seed by seed: *holds* if its 95 % confidence interval
+(Student's t) lies on the claimed side of 0; *does not* if it lies on the other side; else, or with one seed alone,
+*too small to tell*. "As fast" means within {NEAR:.0%} of the second number. A verdict is about the model of its
 command: a toy, where no other is named. Numbers at one learning rate, as the notes below say, are weaker evidence
 than those of [a fair comparison](README.md#comparing-fairly).
 '''

@@ -35,7 +35,7 @@ from config.machine import choose_device, flops_per_token, set_threads
 from config.tables import formatted, print_numbers
 
 configs = ''  # separated by commas, the plain GPT first; settings may follow a file: "config/cyb_small.py --W=4"
-out_dir = 'out/compare'  # for compare.json, and a folder for each run
+out_dir = 'out/compare'  # compare.json and a folder for each run; one comparison at a time writes there
 extra = ''  # settings of all runs, such as "--max_iters=2000 --dataset=my.txt"
 rates = 5  # learning rates of the search, the config's own in the middle; one more beyond an edge that is best
 factor = 2.0  # between neighbouring rates
@@ -142,7 +142,7 @@ def rate_at(run, k):
 
 
 def best_rate(run, results):
-    """(rate, whether it is the least or the largest tried) of the search so far; (None, True) where all failed."""
+    """(rate, whether it is the least or the largest tried) of the search so far; no rate, None, if all failed."""
     losses = {r['rate']: r.get('loss', math.inf) for r in results.values()
               if r['run'] == run.name and r['seed'] == search_seed}
     best = min(losses, key=losses.get, default=None)
@@ -226,7 +226,7 @@ def train_all(jobs, results, write):
                 folder = os.path.join(out_dir, name)
                 os.makedirs(folder, exist_ok=True)
                 running[name] = start(command(*named[name], folder), os.path.join(folder, 'output.txt'))
-            time.sleep(0.02)
+            time.sleep(0.2)
             for name in [name for name, process in running.items() if process.poll() is not None]:
                 run, rate, seed = named[name]
                 found = outcome(run, running.pop(name).returncode, os.path.join(out_dir, name))
