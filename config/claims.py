@@ -89,7 +89,8 @@ verdict is computed from the difference of the two numbers, seed by seed: *holds
 (Student's t) lies on the claimed side of 0; *does not* if it lies on the other side; else, or with one seed alone,
 *too small to tell*. "As fast" means within {NEAR:.0%} of the second number. A verdict is about the model of its
 command: a toy, where no other is named. Numbers at one learning rate, as the notes below say, are weaker evidence
-than those of [a fair comparison](README.md#comparing-fairly).
+than those of [a fair comparison](README.md#comparing-fairly). What [README.md](README.md) has as means alone does
+not count here, since runs are compared seed by seed.
 '''
 
 
@@ -142,7 +143,7 @@ def page():
     lines += ['## Where the numbers are from\n']
     for name in sorted(os.listdir(FOLDER)):
         about = config.read_json(os.path.join(FOLDER, name))
-        lines.append(f'- [{name}](results/{name}): `{about["from"]}` {about.get("note", "")}'.rstrip())
+        lines.append(f'- [{name}](results/{name}): `{about["from"]}`; {about.get("note", "")}'.rstrip('; '))
     return '\n'.join(lines) + '\n'
 
 

@@ -64,6 +64,8 @@ def place(tmp_path, monkeypatch):
             ('rim', 'records', records + 'stage2_iters = 10\nstage2_learning_rate = 1e-3\n')]:
         (tmp_path / f'{name}.py').write_text(f"{size}dataset = '{tmp_path / dataset}'\n{more}")
     compare.opened.cache_clear()
+    for name, setting in config.script_settings(compare.__file__).items():
+        monkeypatch.setattr(compare, name, setting.default)  # main() sets them; here they are as before afterwards
     return tmp_path
 
 
@@ -195,6 +197,15 @@ def test_the_plain_gpt_with_equal_flops_has_more_steps_or_the_nearest_width(plac
         monkeypatch.setattr(compare, 'equal_flops', choice)
         found, = compare.controls(plain, plain.flops * 2)
         assert found.name.startswith(f'plain_{number}=')
+
+
+def test_a_run_from_other_weights_has_their_shape_and_no_wider_control(run, place):
+    run('start', n_layer=2, n_embd=24)
+    (place / 'tuned.py').write_text(
+        f"init_from = '{place}/start/ckpt.pt'\ndataset = '{place}/text'\nmax_iters = 50\n")
+    tuned = compare.read_run('tuned.py')
+    assert (tuned.config.n_layer, tuned.config.n_embd, tuned.config.block_size, tuned.steps) == (2, 24, 16, 50)
+    assert [control.name for control in compare.controls(tuned, tuned.flops * 2)] == ['tuned_max_iters=100']
 
 
 def test_what_an_interruption_left_undone_is_made_at_the_next_call(trainings, place):
