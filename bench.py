@@ -27,16 +27,16 @@ device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 SMALL = dict(vocab_size=65, block_size=64, n_layer=4, n_head=4, n_embd=128)  # config/gpt_small.py
 
 
-def build(method, rows=None, recompute=False, **settings):
-    """A model with random weights and its training step on `rows` or batch_size rows, a function. recompute: with
-    checkpoint_blocks."""
+def build(method, rows=None, batch=None, recompute=False, **settings):
+    """A model with random weights and its training step, a function, on a batch or on `rows` or batch_size random
+    rows. recompute: with checkpoint_blocks."""
     config_class, model_class, *_ = METHODS.get(method, (GPTConfig, WholeLogits))
     torch.manual_seed(0)
     model = model_class(config_class(**settings)).to(device)
     if recompute:
         checkpoint_blocks(model)
     optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
-    batch = [t.to(device) for t in make_batch(model, rows or batch_size)]
+    batch = [t.to(device) for t in batch or make_batch(model, rows or batch_size)]
 
     def step():
         model(*batch)[1].backward()

@@ -60,6 +60,8 @@ def load_settings(script, argv):
 
 def script_and_arguments(words):
     """Of python ... or torchrun ...; None for another command."""
+    if words[:2] == ['python', '-m'] and words[2].startswith('config.'):
+        return words[2].replace('.', '/') + '.py', words[3:]
     at = next((i for i, word in enumerate(words) if word.endswith('.py')), None)
     if at is None:
         assert words[:2] in (['pip', 'install'], ['python', '-m']), words
