@@ -11,11 +11,12 @@ import torch
 import config
 import data
 from config import UserError
+from config.answering import answer_times, answers, block_states, right_answers
 from config.curves import compare
 from config.files import write_file
 from config.likelihood import log_likelihood
 from config.machine import autocast, choose_device, choose_dtype, set_threads
-from config.measures import MEASURES, On, losses
+from config.measures import On, fixed_budget, losses, prefixes, skipping, slots, streams
 from config.tables import print_numbers, write_numbers
 from data import zeroshot
 from data.test_sets import read_test_set
@@ -40,6 +41,12 @@ seed = 1337  # of all draws
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 dtype = 'auto'  # auto (as in train.py: half precision on a GPU) | float32 | bfloat16 | float16
 threads = 0  # CPU threads, 0 = PyTorch's choice
+
+
+# a method that is not here: losses
+MEASURES = {'thoughtbubbles': [losses, prefixes, fixed_budget, streams], 'cyb': [losses, slots, skipping],
+            'rim': [losses, right_answers, answer_times, answers, block_states],
+            'coconut': [losses, right_answers, answer_times, answers]}
 
 
 def output_path(path, saved, kind):
@@ -170,7 +177,8 @@ def main(argv):
     print_numbers(numbers, unit)
     kind = '_'.join(['eval', os.path.splitext(os.path.basename(test_set))[0]]).rstrip('_')
     about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dataset': name,
-             'test set': test_set, 'unit of loss': unit, 'dtype': dtype_name, 'model_config': saved['model_config']}
+             'test set': test_set, 'unit of loss': unit, 'dtype': dtype_name,
+             'model_config': saved['model_config']}
     write_numbers(output_path(path, saved, kind), numbers, title, **about)
 
 

@@ -252,9 +252,8 @@ def main(argv):
                 loss = model(*batch)[1]
             scaler.scale(loss * run.world / grad_accum).backward()  # DDP averages over processes, hence * world
             step_loss += loss.detach() / grad_accum
-            # read the next one while the GPU computes
             following = (it, micro + run.world) if micro + run.world < grad_accum else (it + 1, run.rank)
-            batch = fetch(*following) if following[0] < total_iters else None
+            batch = fetch(*following) if following[0] < total_iters else None  # while the GPU computes
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
         status = torch.cat((step_loss, step_loss.new_tensor([float(bool(run.signals))])))

@@ -1,5 +1,5 @@
-"""Streaming generation for Thoughtbubbles, which is not in the paper: a new token is read alone, beside what is held
-of the text. thoughtbubbles.py reads all of it again, which is exact and slow."""
+"""Streaming generation for Thoughtbubbles, which is not in the paper: a new token is read alone, beside what is
+held of the text. thoughtbubbles.py reads all of it again, which is exact and slow."""
 import math
 
 import torch

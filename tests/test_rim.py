@@ -17,7 +17,7 @@ import reference
 import rim
 import sample
 import train
-from config import UserError, measures
+from config import UserError, answering, measures
 from config.checkpoint import load_checkpoint
 from conftest import interrupted, read_log, write_records, write_text
 from data import records
@@ -523,8 +523,8 @@ def test_time_to_the_answers_first_token_counts_written_steps(dataset, monkeypat
     for said, first in [((3, newline, 4, newline, 5, 6, end), 5), ((3, newline, 5, 6, newline, newline, end), 3),
                         ((5, end), 1), ((newline, newline), 1), ((end,), 1)]:
         ticks = iter(range(100))
-        monkeypatch.setattr(measures.time, 'perf_counter', lambda: next(ticks))
-        assert measures.time_answer(model, tokenizer, '1+1?', 0) == (first, len(said))
+        monkeypatch.setattr(answering.time, 'perf_counter', lambda: next(ticks))
+        assert answering.time_answer(model, tokenizer, '1+1?', 0) == (first, len(said))
 
 
 def test_the_report_shows_each_block_with_its_probability(rim_run, capsys):
@@ -619,7 +619,7 @@ def test_numbers_of_answers(dataset, monkeypatch, capsys):
         ask([records.encode_question(tokenizer, record.question) for record in asked[:3]])
         return (drawn if 'samples' in ask.keywords else right[:, :ask.keywords['n_blocks']]).numpy()
     monkeypatch.setattr(records, 'score', score)
-    got = measures.answers(tiny(vocab_size=source.config.vocab_size, n_blocks=2), on)
+    got = answering.answers(tiny(vocab_size=source.config.vocab_size, n_blocks=2), on)
     assert calls == [(dict(n_mem=0, n_blocks=4, every_block=True), 5),
                      (dict(n_mem=0, samples=8, temperature=1.0), 5)]
     n_steps = [len(record.steps) for record in source.data.test_records(10)]
@@ -637,7 +637,7 @@ def test_numbers_of_answers(dataset, monkeypatch, capsys):
     longest = max(len(record.question) + 1 for record in source.data.test_records(10))
     # 8 for the answer
     short = tiny(vocab_size=source.config.vocab_size, n_blocks=2, block_size=longest + 3 * 4 + 8)
-    assert len(measures.answers(short, on)['accuracy by blocks']) == calls[2][0]['n_blocks'] == 3
+    assert len(answering.answers(short, on)['accuracy by blocks']) == calls[2][0]['n_blocks'] == 3
     assert f'block_size = {longest + 20} has room for 3 blocks, not for 4' in capsys.readouterr().out
 
 
@@ -648,7 +648,7 @@ def test_of_each_block_is_told_how_sure_it_is_and_whether_it_agrees_with_the_las
     for p in model.parameters():
         p.data *= 6  # so that blocks disagree
     asked = source.data.test_records(10)
-    got = measures.answers(model, measured_on(source, 10))['accuracy by blocks']
+    got = answering.answers(model, measured_on(source, 10))['accuracy by blocks']
     said, sure = [], []  # by block and question, each asked alone
     for k in range(1, 5):
         each = [model.answers([records.encode_question(source.tokenizer, record.question)], n_blocks=k)[0][0]
@@ -741,7 +741,7 @@ def test_models_side_by_side(rim_run, dataset, tmp_path, monkeypatch):
     def time_answer(model, tokenizer, question, n_mem):
         asked.append((getattr(model.config, 'train_on', 'coconut'), question))
         return len(asked) * 1e-3, 0.1
-    monkeypatch.setattr(measures, 'time_answer', time_answer)
+    monkeypatch.setattr(answering, 'time_answer', time_answer)
     evaluation.main([f'--out_dir={tmp_path}/rim', f'--beside={",".join(other)}', '--eval_rows=3', '--device=cpu'])
     with open(tmp_path / 'rim' / 'eval.json', encoding='utf-8') as f:
         table = json.load(f)['times']
@@ -763,7 +763,7 @@ def test_one_question(rim_run, tmp_path):
 @torch.no_grad()
 def test_block_states_in_the_plane_of_their_principal_components(dataset):
     model, source = tiny(vocab_size=batches(dataset).config.vocab_size).eval(), batches(dataset)
-    got = measures.block_states(model, measured_on(source, 100))
+    got = answering.block_states(model, measured_on(source, 100))
     states = []  # of one question at a time
     for k in range(3):
         for record in source.data.test_records(100):
