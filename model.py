@@ -56,7 +56,7 @@ class GPTConfig:
     learned_positions: bool = False  # GPT-2's absolute position embeddings instead of rotary positions
     rope_base: float = 10000.0  # longest rotary wavelength / 2 pi
     tie_weights: bool = True  # input embedding and output head share one matrix
-    # what published models have in addition; config/pretrained.py sets it
+    # what published models have too; config/pretrained.py sets it
     n_kv_head: int = 0  # key/value heads, each shared by n_head / n_kv_head query heads; 0 = n_head
     head_dim: int = 0  # width of a head, 0 = n_embd / n_head
     n_hidden: int = 0  # width inside the MLP, 0 = 4 n_embd
@@ -226,7 +226,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(k, v)
         if mask is None:
             mask = causal_mask(S, k.size(2), device=x.device)
-        if q.is_cuda and mask is not None:  # its kernel with a mask wants equally many heads
+        if q.is_cuda and (mask is not None or q.dtype == torch.float32):  # kernels that want equally many heads
             k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
         causal = mask is None and (cache is None or S > 1)
         dropout = self.resid_dropout.p if self.training else 0.0

@@ -188,16 +188,19 @@ def what_runs(method, model_settings, settings):
 
 def kernel(config, settings):
     """Which fused kernel attention can take on a GPU. The flash kernel pads the width of a head, up to 256; the
-    others want a multiple of 16 bytes, and a key for each query head, which a mask brings (see model.py)."""
+    others want a multiple of 16 bytes, and a key for each query head, which model.py makes where it is not flash's
+    turn."""
     half = settings['dtype'] != 'float32'
-    width = config.head_width + bool(getattr(config, 'fork_layers', ()))  # the score's channel
+    width = config.head_width
+    if getattr(config, 'fork_layers', ()):  # the score's channel, padded
+        width += 8 - width % 8
     has_blocks = getattr(config, 'layout', (0, 0))[0] > 0
     masked = has_blocks or not getattr(config, 'see_pauses', True)
     masked = masked or bool(config.local_layers and config.window < config.row_size)
     if half and not masked and width <= 256:
         return 'causal: the flash kernel'
-    if width % (8 if half else 4) or (config.kv_heads < config.n_head and not masked):
+    if width % (8 if half else 4) or (half and not masked and config.kv_heads < config.n_head):
         return 'no fused kernel: it holds all positions times all positions'
-    if half:
+    if half and masked:
         return 'a mask: the memory-efficient or the cuDNN kernel'
-    return 'float32: the memory-efficient kernel'
+    return ('wide heads' if half else 'float32') + ': the memory-efficient kernel'

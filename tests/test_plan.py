@@ -76,9 +76,10 @@ def test_a_plan_reads_what_is_prepared(capsys, tmp_path):
 
 @pytest.mark.parametrize('method, settings, half, float32', [
     ('gpt', {}, 'causal: the flash kernel', 'float32: the memory-efficient kernel'),
-    ('gpt', dict(n_kv_head=1), 'causal: the flash kernel', 'no fused kernel'),
-    ('thoughtbubbles', {}, 'causal: the flash kernel', 'no fused kernel'),
-    ('thoughtbubbles', dict(head_dim=256), 'no fused kernel', 'no fused kernel'),
+    ('gpt', dict(n_kv_head=1), 'causal: the flash kernel', 'float32: the memory-efficient kernel'),
+    ('thoughtbubbles', {}, 'causal: the flash kernel', 'float32: the memory-efficient kernel'),
+    ('thoughtbubbles', dict(head_dim=256), 'wide heads: ', 'float32: the memory-efficient kernel'),
+    ('gpt', dict(head_dim=258, n_kv_head=1), 'no fused kernel', 'no fused kernel'),
     ('cyb', dict(see_pauses=False), 'a mask: ', 'float32: the memory-efficient kernel'),
     ('rim', dict(n_kv_head=1), 'a mask: ', 'float32: the memory-efficient kernel')])
 def test_a_plan_names_the_kernel_that_the_widths_and_the_mask_allow(method, settings, half, float32):
