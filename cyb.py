@@ -95,9 +95,9 @@ def cyb_loss(target_logit, dont_know, lse, omega, gamma):
     """-log sum_i Pr(S=i) gamma_i t_i in nats, (...), where t_i = exp(target_logit - lse) is the target's
     probability given that slot i answers. target_logit, dont_know, lse = logsumexp(z): (..., W). omega, gamma: W
     numbers."""
-    log_p = stop_log_probs(lse - dont_know, omega) + target_logit - lse
-    log_p = torch.stack([math.log(g) + slot for g, slot in zip(gamma, log_p.unbind(dim=-1))], dim=-1)
-    return -torch.logsumexp(log_p, dim=-1)
+    stops = stop_log_probs(lse - dont_know, omega).unbind(dim=-1)
+    discounted = torch.stack([stop + math.log(g) for stop, g in zip(stops, gamma)], dim=-1)
+    return -torch.logsumexp(discounted + (target_logit - lse), dim=-1)
 
 
 class CYB(GPT):

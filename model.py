@@ -127,7 +127,7 @@ class GPTConfig:
 def rotate(x, rope):
     """Rotary embedding (2104.09864): turn each pair (x_i, x_{i+D/2}) of x (B,H,S,D) by its position's angle."""
     cos, sin = rope  # each (B or 1, 1, S, D), float32: bfloat16 angles would blur positions
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin).to(x.dtype)
+    return (x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).to(x.dtype)
 
 
 def causal_mask(queries, keys, pad=None, device=None):
