@@ -125,7 +125,7 @@ def main(argv):
     config.check_choice(settings, 'form', 'ours harness')
     config.check_range(settings, 'seed', 0, 2 ** 63)
     set_threads(threads)
-    for name in ('dataset', 'beside', 'n_mem') if tasks else ('form',):
+    for name in ('dataset', 'beside', 'n_mem', 'kappa', 'slow_rows', 'test_set') if tasks else ('form',):
         if name in given:
             raise UserError(f'{name} = {settings[name]!r}: has no effect with{"" if tasks else "out"} tasks')
     device_name, _ = choose_device(device)

@@ -363,6 +363,12 @@ def test_files_that_cannot_be_used_are_refused_before_the_work_begins(evaluate, 
     assert '\n' not in str(refused.value)
 
 
+@pytest.mark.parametrize('setting', ['kappa=2.0', 'slow_rows=3', 'test_set=x'])
+def test_settings_without_effect_on_tasks_are_refused(evaluate, setting):
+    with pytest.raises(UserError, match=f'{setting.partition("=")[0]} = .* has no effect with tasks'):
+        evaluate('--tasks=lambada', f'--{setting}')
+
+
 def test_without_any_paradigm_blimp_is_missing(evaluate, folder):
     for path in (folder / 'blimp').iterdir():
         path.unlink()
