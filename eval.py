@@ -5,6 +5,7 @@ these are zero-shot accuracies alone: python eval.py --checkpoint=gpt2 --tasks=l
 """
 import json
 import os
+import zlib
 
 import torch
 
@@ -59,7 +60,15 @@ def output_path(path, saved, kind):
     return target
 
 
-def zero_shot(path, saved, model):
+def weights_crc32(model):
+    """Tells the weights apart from others."""
+    crc32 = 0
+    for p in model.parameters():
+        crc32 = zlib.crc32(p.detach().cpu().flatten().view(torch.uint8).numpy(), crc32)
+    return crc32
+
+
+def zero_shot(path, saved, model, dtype_name):
     """Print the numbers of each task, and of each paradigm of BLiMP. The JSON file is written after each; what it
     has of the same checkpoint, file, rows and form is not computed again."""
     # all texts first: what is wrong with them is said before the work begins
@@ -72,7 +81,8 @@ def zero_shot(path, saved, model):
 
     # what is there already
     target = output_path(path, saved, 'zeroshot') + '.json'
-    about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step']}
+    about = {'checkpoint': path, 'method': saved['method'], 'step': saved['step'], 'dtype': dtype_name,
+             'weights crc32': weights_crc32(model)}  # a run trained anew may have the same path and step
     earlier = config.read_json(target)
     if any(earlier.get(key) != value for key, value in about.items()):
         earlier = {}
@@ -88,7 +98,10 @@ def zero_shot(path, saved, model):
         result = next((old for old in results if which.items() <= old.items()), None)
         known = ', known from before' * bool(result)
         if not result:
-            found = log_likelihood(model, contexts, continuations, batch_size)
+            try:
+                found = log_likelihood(model, contexts, continuations, batch_size)
+            except UserError as e:
+                raise UserError(f'tasks = {which["task"]}: {e}') from None
             result = {**which, 'numbers': zeroshot.score(rows, found)}
             keep(result)
         print_task(result, known)
@@ -125,7 +138,7 @@ def main(argv):
     config.check_choice(settings, 'form', 'ours harness')
     config.check_range(settings, 'seed', 0, 2 ** 63)
     set_threads(threads)
-    for name in ('dataset', 'beside', 'n_mem') if tasks else ('form',):
+    for name in ('dataset', 'beside', 'n_mem', 'kappa', 'slow_rows', 'test_set') if tasks else ('form',):
         if name in given:
             raise UserError(f'{name} = {settings[name]!r}: has no effect with{"" if tasks else "out"} tasks')
     device_name, _ = choose_device(device)
@@ -133,7 +146,7 @@ def main(argv):
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
     if tasks:
         with autocast(device_name, dtype_name):
-            zero_shot(path, saved, model)
+            zero_shot(path, saved, model, dtype_name)
         return
     if (n_mem or beside or test_set) and saved['meta']['kind'] != 'records':
         raise UserError(f'n_mem, beside, test_set: {path} is a {saved["method"]} model, they are for models of '

@@ -43,7 +43,7 @@ def read_problem(entry, where):
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
     said = str(answer) if type(answer) in (str, int, float) else ''
-    said = re.sub(r'\(.*\)$', '', said.rpartition('####')[2].strip())
+    said = re.sub(r'\([^()]*\)$', '', said.rpartition('####')[2].strip())
     number = parse_number(said)
     if number is not None and number.denominator == 1:  # 3.0 is written 3, as in training
         said = str(number)

@@ -674,14 +674,14 @@ FOREIGN = [  # as published: GSM-Hard, SVAMP, ASDiv, MAWPS, GSM8K
 
 @pytest.mark.parametrize('form', ['list', 'lines'])
 def test_other_makers_problems_become_records(tmp_path, capsys, form):
-    objects = [entry for entry, *_ in FOREIGN] + [{'question': 'x?', 'answer': wrong}
-                                                  for wrong in ('2:3', 'yes', None, True, [1, 2], '')]
+    broken = '2:3', 'yes', None, True, [1, 2], '', '4 (red); 3 (blue)'
+    objects = [entry for entry, *_ in FOREIGN] + [{'question': 'x?', 'answer': wrong} for wrong in broken]
     path = tmp_path / 'set.json'
     path.write_text(json.dumps(objects) if form == 'list' else '\n'.join(map(json.dumps, objects)), 'utf-8')
     found = read_test_set(str(path))
     assert [[record.question, record.answer] for record in found] == [expected for _, *expected in FOREIGN]
     assert all(record.steps == [] for record in found)
-    left_out = '6 of 11 problems are left out, since their answer is not a number'
+    left_out = '7 of 12 problems are left out, since their answer is not a number'
     assert capsys.readouterr().out == f'{path}: {left_out}\n'
     assert found[1].where == f'{path} {"entry" if form == "list" else "line"} 2'
 

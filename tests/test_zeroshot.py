@@ -335,6 +335,11 @@ def test_tasks_are_written_down_with_their_form_and_not_run_twice(evaluate, fold
     run('run', overwrite=True, max_iters=6)
     found, _, asked = evaluate('--tasks=blimp/good')
     assert asked == 1 and len(found['results']) == 1 and found['step'] == 6
+    # other weights at the same step, another dtype
+    run('run', overwrite=True, max_iters=6, seed=5)
+    assert evaluate('--tasks=blimp/good')[2] == 1
+    assert evaluate('--tasks=blimp/good', '--dtype=bfloat16')[2] == 1
+    assert evaluate('--tasks=blimp/good', '--dtype=bfloat16')[2] == 0
 
 
 def test_an_interrupted_evaluation_goes_on_with_the_task_that_it_was_at(evaluate, monkeypatch):
@@ -354,13 +359,20 @@ def test_an_interrupted_evaluation_goes_on_with_the_task_that_it_was_at(evaluate
     ('lambada', '\n', 'lambada.jsonl holds no row'),
     ('lambada', '{"context": "1", "target": "2"}\n{"context": "1"}', 'line 2 is not a row of lambada .KeyError'),
     ('lambada', '{"context": "1", "target": "2"}\n{"context"', 'lambada.jsonl line 2 is not JSON'),
-    ('lambada', '{"context": "1", "target": "222222222222222222"}', 'continuation 1 has 19 tokens.*_size = 16')])
+    ('lambada', '{"context": "1", "target": "222222222222222222"}',
+     'tasks = lambada: continuation 1 has 19 tokens.*_size = 16')])
 def test_files_that_cannot_be_used_are_refused_before_the_work_begins(evaluate, folder, tasks, content, message):
     if content:
         (folder / f'{tasks}.jsonl').write_text(content, encoding='utf-8')
     with pytest.raises(UserError, match=message) as refused:
         evaluate(f'--tasks={tasks}')
     assert '\n' not in str(refused.value)
+
+
+@pytest.mark.parametrize('setting', ['kappa=2.0', 'slow_rows=3', 'test_set=x'])
+def test_settings_without_effect_on_tasks_are_refused(evaluate, setting):
+    with pytest.raises(UserError, match=f'{setting.partition("=")[0]} = .* has no effect with tasks'):
+        evaluate('--tasks=lambada', f'--{setting}')
 
 
 def test_without_any_paradigm_blimp_is_missing(evaluate, folder):
