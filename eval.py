@@ -15,10 +15,10 @@ from config import UserError
 from config.answering import answer_times, answers, block_states, right_answers
 from config.curves import compare
 from config.files import write_file
-from config.likelihood import log_likelihood
+from config.likelihood import fitting, log_likelihood
 from config.machine import autocast, choose_device, choose_dtype, set_threads
 from config.measures import On, fixed_budget, losses, prefixes, skipping, slots, streams
-from config.tables import print_numbers, write_numbers
+from config.tables import formatted, print_numbers, write_numbers
 from data import zeroshot
 from data.test_sets import read_test_set
 from sample import load_settings, open_model
@@ -77,6 +77,10 @@ def zero_shot(path, saved, model, dtype_name):
     for name in zeroshot.files_of(tasks):
         rows, crc32 = zeroshot.read(name, eval_rows, form)
         ids = zeroshot.encode(tokenizer, rows, form, name)
+        try:
+            fitting(model, *ids, warn=False)
+        except UserError as e:
+            raise UserError(f'tasks = {name}: {e}') from None
         plan.append(({'task': name, 'form': form, 'rows': len(rows), 'crc32': crc32}, rows, ids))
 
     # what is there already
@@ -87,6 +91,8 @@ def zero_shot(path, saved, model, dtype_name):
     if any(earlier.get(key) != value for key, value in about.items()):
         earlier = {}
     results = earlier.get('results', [])
+    if not all({'task', 'form', 'numbers'} <= dict(old).keys() for old in results):
+        raise UserError(f'{target} is damaged: delete it, and all tasks are run anew')
 
     def keep(result):
         results[:] = [old for old in results if (old['task'], old['form']) != (result['task'], form)] + [result]
@@ -98,10 +104,7 @@ def zero_shot(path, saved, model, dtype_name):
         result = next((old for old in results if which.items() <= old.items()), None)
         known = ', known from before' * bool(result)
         if not result:
-            try:
-                found = log_likelihood(model, contexts, continuations, batch_size)
-            except UserError as e:
-                raise UserError(f'tasks = {which["task"]}: {e}') from None
+            found = log_likelihood(model, contexts, continuations, batch_size)
             result = {**which, 'numbers': zeroshot.score(rows, found)}
             keep(result)
         print_task(result, known)
@@ -122,13 +125,18 @@ def print_task(result, remark):
     print(f'{result["task"]} (form: {result["form"]}, {result["rows"]} rows{remark})')
     for name, number in result['numbers'].items():
         note = number['note'] and '  ' + number['note']
-        print(f'    {name:12s}{number["value"]:10.4f} ± {number["standard error"]:.4f}{note}')
+        print(f'    {name:12s}{formatted(number["value"]):>10s} ± {formatted(number["standard error"])}{note}')
 
 
 @torch.no_grad()
 def main(argv):
     settings, _, given = load_settings(__file__, argv)
     globals().update(settings)
+    measured = 'dataset', 'beside', 'n_mem', 'kappa', 'slow_rows', 'test_set'  # what the measures alone need
+    for name in (*measured, 'checkpoint', 'tasks', 'form') if curves else measured if tasks else ('form',):
+        if name in given:
+            raise UserError(f'{name} = {settings[name]!r}: has no effect with'
+                            + (' curves' if curves else ' tasks' if tasks else 'out tasks'))
     if curves:
         numbers, unit = compare(curves.split(','))
         print_numbers(numbers, unit)
@@ -138,9 +146,6 @@ def main(argv):
     config.check_choice(settings, 'form', 'ours harness')
     config.check_range(settings, 'seed', 0, 2 ** 63)
     set_threads(threads)
-    for name in ('dataset', 'beside', 'n_mem', 'kappa', 'slow_rows', 'test_set') if tasks else ('form',):
-        if name in given:
-            raise UserError(f'{name} = {settings[name]!r}: has no effect with{"" if tasks else "out"} tasks')
     device_name, _ = choose_device(device)
     dtype_name, _ = choose_dtype(dtype, device_name)
     path, saved, model = open_model(checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
@@ -160,6 +165,8 @@ def main(argv):
 
     # the data: those that the model was trained on, unless others are named
     name = dataset or saved['settings'].get('dataset')
+    if not name:
+        raise UserError(f'{path} was trained on no data set of ours: give --dataset or --tasks')
     data.ensure_prepared(name, given=bool(dataset))
     rows_of, meta = data.read_with(name, saved['meta']['tokenizer'], given=bool(dataset))
     batches = METHODS[saved['method']][2](rows_of, meta, model.config, seed, eval_rows, batch_size)

@@ -10,6 +10,8 @@ from data import UNIT
 def read_run(folder):
     """(checkpoint, unit, [(step, seen, validation loss)]) of a run's folder; seen: tokens, or records, that it has
     been trained on by then. Raises UserError."""
+    if not folder.strip():
+        raise UserError('curves: a name is empty: give folders of runs, separated by commas')
     path = os.path.join(folder, 'log.jsonl')
     if not os.path.isfile(path):
         raise UserError(f'curves: {path} is not there: give folders of runs, separated by commas')

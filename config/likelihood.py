@@ -55,7 +55,7 @@ def log_likelihood(model, contexts, continuations, batch_size):
     return list(zip(total, greedy))
 
 
-def fitting(model, contexts, continuations):
+def fitting(model, contexts, continuations, warn=True):
     """(number, context, continuation) of the pairs that have a continuation, the context cut on the left to what
     block_size has room for: the last token is predicted, not read. Raises UserError."""
     c = model.config
@@ -73,7 +73,7 @@ def fitting(model, contexts, continuations):
         n_cut += len(context) > left
         if continuation:
             items.append((i, list(context)[-left:], list(continuation)))
-    if n_cut:
+    if n_cut and warn:
         print(f'{n_cut} of {len(contexts)} contexts were cut on the left, to fit into block_size = {c.block_size}',
               file=sys.stderr)
     return items

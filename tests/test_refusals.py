@@ -299,6 +299,8 @@ COMMANDS = [
     ('eval.py --out_dir={cyb} --kappa=3', 'kappa = 3.0: ...ckpt.pt is a cyb model, which has no budget of streams'),
     ('eval.py --out_dir={tb} --kappa=0.5', 'kappa = 0.5: must be at least 1, since every token keeps its original'),
     ('eval.py --curves={gpt},{out}', 'curves: ...out/log.jsonl is not there: give folders of runs'),
+    ('eval.py --curves={gpt},,', 'curves: a name is empty'),
+    ('eval.py --curves={gpt} --kappa=3', 'kappa = 3.0: has no effect with curves'),
     ('eval.py --curves={gpt},{rim}', 'has losses in nats per record, ...run_gpt in nats per token'),
     ('eval.py --out_dir={rim} --n_mem=-1', 'n_mem = -1: must be at least 1'),
     ('eval.py --out_dir={gpt} --tasks=boolq',

@@ -263,7 +263,8 @@ def test_the_likeliest_choice_counts_in_all_and_per_character():
                                      'note': 'chance'}
     alone = [zeroshot.Row('', ['a', 'b'], 0)] * 2  # a sentence is not divided by its length
     assert zeroshot.score(alone, [(-1.0, False), (-2.0, False)] * 2) == {
-        'accuracy': {'value': 1.0, 'standard error': 0.0, 'note': ''}}
+        'accuracy': {'value': 1.0, 'standard error': 0.0, 'note': 'chance'}}  # two lucky guesses are not rare
+    assert zeroshot.score(alone * 3, [(-1.0, False), (-2.0, False)] * 6)['accuracy']['note'] == ''
     parts = [{'accuracy': zeroshot.number(0.8, 0.03, 0.5)}, {'accuracy': zeroshot.number(0.6, 0.04, 0.5)}]
     assert zeroshot.mean_of(parts)['accuracy'] == {'value': pytest.approx(0.7), 'note': '',
                                                    'standard error': pytest.approx(0.025)}
@@ -450,6 +451,8 @@ def test_sources_that_cannot_be_used_are_named(prepare, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="tasks = 'x': choose lambada, hellaswag"):
         prepare('--tasks=x')
     with pytest.raises(UserError, match='has no file of piqa'):
+        prepare('--tasks= piqa', f'--input={tmp_path}')
+    with pytest.raises(UserError, match='nowhere.: there is no such folder'):
         prepare('--tasks=piqa', f'--input={tmp_path}/nowhere')
     (tmp_path / 'valid.jsonl').write_text(json.dumps({**PIQA, 'label': 1}).replace('label', 'x'), encoding='utf-8')
     (tmp_path / 'valid-labels.lst').write_text('0\n1\n', encoding='utf-8')

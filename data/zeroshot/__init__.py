@@ -188,11 +188,12 @@ def score(rows, found):
 
 
 def share(right, chance):
-    return number(np.mean(right), np.std(right) / len(right) ** 0.5, chance)
+    guessing = (chance * (1 - chance) / len(right)) ** 0.5  # the error of a guess; the other may be 0 by luck
+    return number(np.mean(right), np.std(right) / len(right) ** 0.5, chance, guessing)
 
 
-def number(value, error, chance):
-    note = 'chance' if abs(value - chance) <= 2 * error else ''
+def number(value, error, chance, guessing=0.0):
+    note = 'chance' if abs(value - chance) <= 2 * max(error, guessing) else ''
     return {'value': float(value), 'standard error': float(error), 'note': note}
 
 

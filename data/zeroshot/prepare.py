@@ -71,8 +71,12 @@ def with_labels(text, labels, path):
 def main(argv):
     settings = config.load(__file__, argv)[0]
     folder, archives, n_files = settings['input'], {}, 0
-    for task in settings['tasks'].split(','):
+    wanted = [task.strip() for task in settings['tasks'].split(',')]
+    for task in wanted:
         config.check_choice({'tasks': task}, 'tasks', ' '.join(SOURCES))
+    if folder and not os.path.isdir(folder):
+        raise config.UserError(f'input = {folder!r}: there is no such folder')
+    for task in wanted:
         try:
             texts = local(task, folder) if folder else downloaded(task, archives)
         except (zipfile.BadZipFile, UnicodeDecodeError) as e:
