@@ -322,7 +322,7 @@ COMMANDS = [
     ('data/gsm8k/prepare.py --input={out}/nowhere', 'nowhere/train.jsonl is not there or is not UTF-8 text'),
     ('data/gsm8k/prepare.py --val_row=3', "no setting 'val_row'; did you mean val_rows"),
     ('data/gsm8k_aug/prepare.py --input={out}/nowhere', 'nowhere/valid.txt is not there'),
-    ('data/zeroshot/prepare.py --input={out}/nowhere', 'nowhere\' has no file of lambada,hellaswag,piqa'),
+    ('data/zeroshot/prepare.py --input={out}/nowhere', 'nowhere\': there is no such folder'),
     ('data/zeroshot/prepare.py --tasks=mmlu', "tasks = 'mmlu': choose lambada, hellaswag"),
 ]
 

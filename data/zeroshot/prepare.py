@@ -94,7 +94,7 @@ def main(argv):
         if not texts:
             print(f'{task}: no file in {folder}')
     if not n_files:
-        raise config.UserError(f'input = {folder!r} has no file of {settings["tasks"]}')
+        raise config.UserError(f'input = {folder!r} has no file of {",".join(wanted)}')
 
 
 if __name__ == '__main__':
