@@ -252,7 +252,9 @@ def streams(model, on):
     """Thoughtbubbles: whether the streams go where the model is uncertain, and what each block has of them."""
     if model.plain:
         return {}
-    entropy, held, blocks = [], [], []
+    entropy = []
+    held = []
+    blocks = []
     for idx in progress([idx for batch in on.rows for idx in batch[0]], 'streams'):
         with Watch(model, len(idx)) as watch:
             entropy += [torch.distributions.Categorical(logits=part).entropy().cpu().double()

@@ -166,7 +166,9 @@ def encode(tokenizer, rows, form, name):
 def score(rows, found):
     """The numbers of a task, {name: {value, standard error, note}}, of what log_likelihood found."""
     likelihoods = iter(found)
-    right, normalised, nll = [], [], []
+    right = []
+    normalised = []
+    nll = []
     for row in rows:
         log_p, greedy = zip(*islice(likelihoods, len(row.choices)))
         if len(log_p) == 1:

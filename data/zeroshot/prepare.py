@@ -70,7 +70,9 @@ def with_labels(text, labels, path):
 
 def main(argv):
     settings = config.load(__file__, argv)[0]
-    folder, archives, n_files = settings['input'], {}, 0
+    folder = settings['input']
+    archives = {}
+    n_files = 0
     wanted = [task.strip() for task in settings['tasks'].split(',')]
     for task in wanted:
         config.check_choice({'tasks': task}, 'tasks', ' '.join(SOURCES))
