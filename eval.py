@@ -132,8 +132,9 @@ def print_task(result, remark):
 def main(argv):
     settings, _, given = load_settings(__file__, argv)
     globals().update(settings)
-    measured = 'dataset', 'beside', 'n_mem', 'kappa', 'slow_rows', 'test_set'  # what the measures alone need
-    for name in (*measured, 'checkpoint', 'tasks', 'form') if curves else measured if tasks else ('form',):
+    measured = 'dataset', 'beside', 'n_mem', 'kappa', 'test_set'  # what the measures alone need
+    for name in ((*measured, 'checkpoint', 'tasks', 'form') if curves else
+                 (*measured, 'slow_rows') if tasks else ('form',)):
         if name in given:
             raise UserError(f'{name} = {settings[name]!r}: has no effect with'
                             + (' curves' if curves else ' tasks' if tasks else 'out tasks'))
