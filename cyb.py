@@ -96,7 +96,7 @@ def cyb_loss(target_logit, dont_know, lse, omega, gamma):
     probability given that slot i answers. target_logit, dont_know, lse = logsumexp(z): (..., W). omega, gamma: W
     numbers."""
     stops = stop_log_probs(lse - dont_know, omega).unbind(dim=-1)
-    discounted = torch.stack([stop + math.log(g) for stop, g in zip(stops, gamma)], dim=-1)
+    discounted = torch.stack([stop + math.log(max(g, 1e-300)) for stop, g in zip(stops, gamma)], dim=-1)
     return -torch.logsumexp(discounted + (target_logit - lse), dim=-1)
 
 
