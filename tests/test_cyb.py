@@ -2,6 +2,7 @@
 import functools
 import itertools
 import json
+import math
 import os
 import runpy
 
@@ -100,6 +101,14 @@ def test_extreme_logits_in_float32(omega):
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     for g, w in zip(torch.autograd.grad(got.sum(), single), torch.autograd.grad(want.sum(), exact)):
         torch.testing.assert_close(g.double(), w, rtol=1e-3, atol=1e-5)
+
+
+def test_a_discount_too_small_for_a_float_counts_as_nearly_nothing():
+    gamma = [1e-200 ** i for i in range(3)]
+    assert gamma[2] == 0.0
+    a, k, lse = torch.zeros(3), torch.zeros(3), torch.full((3,), math.log(2))  # t = 1/2; d = 1/3
+    loss = cyb_loss(a, k, lse, stopping_distribution('last', 3), gamma)
+    assert loss.item() == pytest.approx(-math.log(2 / 3 / 2))  # what slot 1 alone gives
 
 
 @pytest.fixture(params=[1, 5, 1000], ids='chunks of {}'.format)
