@@ -9,10 +9,10 @@ n_head = 6
 n_embd = 192
 block_size = 256
 
-batch_size = 16
-max_iters = 2000
+batch_size = 8  # 2,048 tokens a step, 6.6 million in all
+max_iters = 3200
 learning_rate = 2e-3
 min_lr = 2e-4
-warmup_iters = 100
-eval_interval = 100  # a twentieth of the steps
+warmup_iters = 200
+eval_interval = 160  # a twentieth of the steps
 eval_rows = 512

@@ -25,7 +25,7 @@ PACKAGES = {'sympy==1.14.0': 'BSD', 'sktime==1.2.0': 'BSD', 'twisted==26.10.0': 
             'apache-airflow-core==3.3.2': 'Apache', 'nltk==3.10.4': 'Apache', 'pygments==2.21.0': 'BSD',
             'sphinx==9.0.4': 'BSD'}  # name==version: licence
 KINDS = ('.py', '.rst', '.md', '.txt')
-ELSEWHERE = re.compile(r'\.dist-info/|/locale/|translations|/_?vendor(ed)?/|third_party')  # others' work
+ELSEWHERE = re.compile(r'(\.dist-info|(^|/)(locale|translations|_?vendor(ed)?|third_party))/')  # others' work
 GENERATED = re.compile(r'generated (by|from|with|file)|auto(matically |-)?generated|do not edit', re.IGNORECASE)
 VOCAB = 4096  # tokens, the 256 bytes and the end-of-text token included
 END = '<|endoftext|>'
