@@ -36,7 +36,7 @@ def validation_rows(saved):
 
 def compare(folders):
     """({name: a table}, unit of loss) of runs' folders. A run reaches a loss at the first evaluation that is no
-    worse. The difference to the first run is known where both were evaluated after as many tokens, on the same rows.
+    worse. The difference to the first run is known where both were evaluated on the same rows after as much data.
     Raises UserError for a run that cannot be read, or whose loss is not that of the first one's kind."""
     runs = {folder: read_run(folder) for folder in folders}
     saved, unit, first = runs[folders[0]]
@@ -64,6 +64,7 @@ def compare(folders):
     first, *others = folders
     paired = [folder for folder in others if validation_rows(runs[folder][0]) == validation_rows(runs[first][0])]
     tables[f'difference to {first} over {what}'] = [
-        {what: row[what], **{folder: None if row[folder] is None else row[folder] - row[first] for folder in paired}}
+        {what: row[what],
+         **{folder: None if row[folder] is None else row[folder] - row[first] for folder in paired}}
         for row in tables[f'loss over {what}'] if paired and row[first] is not None]
     return tables, unit

@@ -1,4 +1,4 @@
-# The plain GPT on Python packages: 3.4M parameters, 6 layers, rows of 256 tokens. First: python data/pycode/prepare.py
+# The plain GPT on the code of Python packages: 3.4M parameters. First: python data/pycode/prepare.py
 # The other *_code.py configs import this one and change the method alone.
 dataset = 'pycode'
 out_dir = 'out/gpt_code'

@@ -150,15 +150,15 @@ def download(url):
 
 
 def download_packages(packages, folder, *options):
-    """Fetch Python packages (name==version) into a folder, by pip; they are not installed, and what they need is not
-    fetched. Raises UserError."""
+    """Fetch Python packages (name==version) into a folder, by pip; they are not installed, and what they need is
+    not fetched. Raises UserError."""
     print(f'downloading the packages {", ".join(packages)}', flush=True)
-    pip = subprocess.run([sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', *options, '--dest', folder,
-                          *packages], capture_output=True, text=True)
+    pip = subprocess.run([sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', *options, '--dest',
+                          folder, *packages], capture_output=True, text=True)
     if pip.returncode:
         reason = [f'status {pip.returncode}', *pip.stderr.split('\n')]
-        raise UserError(f'pip could not download packages ({[line for line in reason if line.strip()][-1]}): give a '
-                        'folder that has them with --input=DIR')
+        reason = [line for line in reason if line.strip()][-1]
+        raise UserError(f'pip could not download packages ({reason}): give a folder that has them with --input=DIR')
 
 
 def is_main():

@@ -209,8 +209,9 @@ PACKAGES = {  # of each file its name and whether it becomes a document
 
 
 @pytest.fixture
-def pycode(tmp_path):
-    """prepare.py as if it lay in tmp_path/pycode and named the packages above, whose wheels are in tmp_path/wheels."""
+def pycode(tmp_path, monkeypatch):
+    """prepare.py as if it lay in tmp_path/pycode and named the packages above; tmp_path/wheels has them."""
+    monkeypatch.setattr('sys.path', [*sys.path])
     functions = runpy.run_path(os.path.join(ROOT, 'data', 'pycode', 'prepare.py'), run_name='prepare')
     functions['main'].__globals__.update(PACKAGES=dict.fromkeys(PACKAGES, 'MIT'), VOCAB=280)
     for folder in ('wheels', 'pycode', 'one', 'two'):
@@ -222,8 +223,8 @@ def pycode(tmp_path):
                 wheel.writestr(path, text)
 
     def main(*argv, folder='pycode', **changed):
-        functions['main'].__globals__.update(FOLDER=str(tmp_path / folder), __file__=str(tmp_path / folder / 'prepare.py'),
-                                             **changed)
+        place = dict(FOLDER=str(tmp_path / folder), __file__=str(tmp_path / folder / 'prepare.py'))
+        functions['main'].__globals__.update(place, **changed)
         functions['main']([f'--input={tmp_path}/wheels', '--processes=1', *argv])
     return main
 
