@@ -158,7 +158,8 @@ def download_packages(packages, folder, *options):
     if pip.returncode:
         reason = [f'status {pip.returncode}', *pip.stderr.split('\n')]
         reason = [line for line in reason if line.strip()][-1]
-        raise UserError(f'pip could not download packages ({reason}): give a folder that has them with --input=DIR')
+        raise UserError(f'pip could not download packages ({reason}): give a folder that has them with '
+                        '--input=DIR')
 
 
 def is_main():

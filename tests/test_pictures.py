@@ -95,7 +95,8 @@ def test_curves_tell_when_a_run_reaches_the_first_ones_final_loss(run, tmp_path,
     for name, settings in dict(first={}, better=dict(method='cyb'), never={}, wider=dict(grad_accum=3),
                                others=dict(eval_rows=4)).items():
         run(name, max_iters=1, **settings)
-    losses_of = dict(first=[3.0, 2.0, 1.0, 1.5], better=[3.0, 1.4, 1.2], never=[3.0, 1.6], wider=[3.0, 1.5], others=[3.0, 1.7])
+    losses_of = dict(first=[3.0, 2.0, 1.0, 1.5], better=[3.0, 1.4, 1.2], never=[3.0, 1.6], wider=[3.0, 1.5],
+                     others=[3.0, 1.7])
     for name, losses in losses_of.items():
         logged(tmp_path / name, losses)
     with open(tmp_path / 'better' / 'log.jsonl', 'a', encoding='utf-8') as f:
