@@ -28,9 +28,16 @@ def read_run(folder):
     return saved, UNIT[kind], [(step, step * seen, losses[step]) for step in sorted(losses)]
 
 
+def validation_rows(saved):
+    """What the validation rows of a checkpoint's run depend on."""
+    settings = saved['settings']
+    return settings['dataset'], settings['eval_rows'], saved['model_config']['block_size']
+
+
 def compare(folders):
     """({name: a table}, unit of loss) of runs' folders. A run reaches a loss at the first evaluation that is no
-    worse. Raises UserError for a run that cannot be read, or whose loss is not that of the first one's kind."""
+    worse. The difference to the first run is known where both were evaluated on the same rows after as much data.
+    Raises UserError for a run that cannot be read, or whose loss is not that of the first one's kind."""
     runs = {folder: read_run(folder) for folder in folders}
     saved, unit, first = runs[folders[0]]
     for folder, (other, other_unit, _) in runs.items():
@@ -54,4 +61,10 @@ def compare(folders):
             loss_at = {point[i]: point[2] for point in points}
             for row in tables[f'loss over {axis}']:
                 row[folder] = loss_at.get(row[axis])
+    first, *others = folders
+    paired = [folder for folder in others if validation_rows(runs[folder][0]) == validation_rows(runs[first][0])]
+    tables[f'difference to {first} over {what}'] = [
+        {what: row[what],
+         **{folder: None if row[folder] is None else row[folder] - row[first] for folder in paired}}
+        for row in tables[f'loss over {what}'] if paired and row[first] is not None]
     return tables, unit

@@ -58,7 +58,8 @@ def draw(numbers, title, path):
         if ' over ' in name:
             for column in list(table[0])[1:]:
                 known = [(row[x], row[column]) for row in table if row[column] is not None]
-                panel.plot(*zip(*known), 'o-', label=column.replace('$', r'\$'))
+                panel.plot([place for place, _ in known], [value for _, value in known], 'o-',
+                           label=column.replace('$', r'\$'))
             panel.legend()
         elif name in POINTS:
             colour = list(table[0])[2]

