@@ -1,6 +1,7 @@
 """Checkpoints: all that sampling and resuming need, in plain containers and tensors; what a run takes from one."""
 import os
 import zipfile
+from dataclasses import fields
 
 import torch
 
@@ -17,7 +18,7 @@ LORA_SCALE = 2.0  # alpha / rank
 # what may change when a run is resumed, though not always bit for bit: max_iters bends the learning rate's cosine,
 # dtype the rounding, and batch_size against grad_accum the dropout; anything else would make it another run
 MAY_CHANGE = {'out_dir', 'init_from', 'plan', 'gpus', 'gpu_memory', 'show_batch', 'overwrite', 'max_iters',
-              'eval_interval', 'log_interval', 'wandb_project', 'device', 'dtype', 'compile', 'threads',
+              'eval_interval', 'snapshots', 'log_interval', 'wandb_project', 'device', 'dtype', 'compile', 'threads',
               'checkpoint_blocks', 'shard_optimizer', 'batch_size', 'grad_accum'}
 
 
@@ -174,6 +175,20 @@ def starting_settings(start, path, names, given, meta):
     # behind plain text the vocabulary may be padded; records want their special tokens as the last ones
     padded = saved['vocab_size'] if meta['kind'] == 'text' else 0
     return {**shape, 'block_size': saved['block_size'], 'vocab_size': max(padded, meta['vocab_size'])}
+
+
+def compared_to_start(start, config_class, settings, came):
+    """Which of a run's model settings came with the checkpoint to start from, and which it changes, as text."""
+    same, other = [], []
+    for f in fields(config_class):
+        value = settings.get(f.name, f.default)
+        saved = start['model_config'].get(f.name, value)
+        if f.name in came and value != f.default:
+            same.append(f'{f.name} = {value}')
+        if value != saved:
+            other.append(f'{f.name} = {value} (was {saved})')
+    return (f'settings that come with the start: {", ".join(same) or "nothing"}; other than there: '
+            f'{", ".join(other) or "nothing"}')
 
 
 def merge_resumed(settings, model_settings, given, checkpoint):

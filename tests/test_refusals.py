@@ -127,6 +127,11 @@ COMMANDS = [
     ('train.py --schedule=linear', "schedule = 'linear': choose cosine, constant"),
     ('train.py --beta1=-1', 'beta1 = -1.0: must be at least 0 and below 1'),
     (f'train.py --seed={2 ** 63}', f'seed = {2 ** 63}: must be at least 0 and below {2 ** 63}'),
+    ('train.py --snapshots=2,99',
+     'snapshots = (2, 99): 99 is not a step of this run; give whole numbers from 0 to 4'),
+    ('train.py --snapshots=1.5', '1.5 is not a step of this run'),
+    ('train.py --snapshots=-1', '-1 is not a step of this run'),
+    ('train.py --snapshots=all', "snapshots = 'all': expected numbers separated by commas"),
     ('train.py --min_lr=0.1', 'min_lr = 0.1 is above learning_rate = 0.001: lower it too'),
     ('train.py --wandb_project=x', 'wandb_project needs the wandb package: pip install wandb'),
     # the machine
