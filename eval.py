@@ -18,6 +18,7 @@ from config.files import write_file
 from config.likelihood import fitting, log_likelihood
 from config.machine import autocast, choose_device, choose_dtype, set_threads
 from config.measures import On, fixed_budget, losses, prefixes, skipping, slots, streams
+from config.paths import paths
 from config.tables import formatted, print_numbers, write_numbers
 from data import zeroshot
 from data.test_sets import read_test_set
@@ -45,7 +46,7 @@ threads = 0  # CPU threads, 0 = PyTorch's choice
 
 
 # a method that is not here: losses
-MEASURES = {'thoughtbubbles': [losses, prefixes, fixed_budget, streams], 'cyb': [losses, slots, skipping],
+MEASURES = {'thoughtbubbles': [losses, prefixes, fixed_budget, streams, paths], 'cyb': [losses, slots, skipping],
             'rim': [losses, right_answers, answer_times, answers, block_states],
             'coconut': [losses, right_answers, answer_times, answers]}
 
