@@ -1,5 +1,6 @@
 """Checkpoints: all that sampling and resuming need, in plain containers and tensors; what a run takes from one."""
 import os
+import re
 import zipfile
 from dataclasses import fields
 
@@ -18,8 +19,8 @@ LORA_SCALE = 2.0  # alpha / rank
 # what may change when a run is resumed, though not always bit for bit: max_iters bends the learning rate's cosine,
 # dtype the rounding, and batch_size against grad_accum the dropout; anything else would make it another run
 MAY_CHANGE = {'out_dir', 'init_from', 'plan', 'gpus', 'gpu_memory', 'show_batch', 'overwrite', 'max_iters',
-              'eval_interval', 'snapshots', 'log_interval', 'wandb_project', 'device', 'dtype', 'compile', 'threads',
-              'checkpoint_blocks', 'shard_optimizer', 'batch_size', 'grad_accum'}
+              'eval_interval', 'snapshots', 'log_interval', 'wandb_project', 'device', 'dtype', 'compile',
+              'threads', 'checkpoint_blocks', 'shard_optimizer', 'batch_size', 'grad_accum'}
 
 
 def first_line(error):
@@ -60,6 +61,15 @@ def load_checkpoint(path, mmap=False):
     checkpoint['model'] = {str(name).replace('_orig_mod.', '').removeprefix('module.'): tensor
                            for name, tensor in checkpoint['model'].items()}
     return checkpoint
+
+
+def snapshots(folder):
+    """Paths of the snapshots that a run has kept, in the order of their steps. Raises UserError."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    steps = sorted(int(found[1]) for found in (re.fullmatch(r'step_(\d+)\.pt', name) for name in names) if found)
+    if not steps:
+        raise UserError(f'out_dir = {folder!r} has no step_N.pt: train with --snapshots=0,100,200, say')
+    return [os.path.join(folder, f'step_{step}.pt') for step in steps]
 
 
 def load_start(name):
