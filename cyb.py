@@ -255,6 +255,7 @@ class CYB(GPT):
                         rows.end(r)
             yield [answer and answer[0] for answer in step]
 
+    @torch.no_grad()
     def spent(self, prompts, new):
         """The slots that the last call of generate took for each new token, None for the prompts. Without new
         tokens those of the prompts, in one pass over their last block_size tokens, where d > 1/2 is a pause."""

@@ -32,7 +32,7 @@ init_from = ''  # instead: a published model: gpt2, org/name on the Hugging Face
 prompt = ''  # the text to continue, or a question; without it, a line break or any character, or one of the data's
 prompt_file = ''  # a file with the text to continue instead
 num_samples = 1  # continuations or answers
-max_new_tokens = 300  # tokens per continuation
+max_new_tokens = 300  # tokens per continuation; with show it may be 0: the prompt alone
 temperature = 0.8  # 0 takes the likeliest token
 top_k = 0  # draw from the k likeliest tokens only, 0 = all
 top_p = 1.0  # draw from the likeliest tokens that together have this probability
@@ -165,7 +165,6 @@ def main(argv):
     settings, _, given = load_settings(__file__, argv)
     globals().update(settings)
     config.check_range(settings, 'num_samples')
-    config.check_range(settings, 'max_new_tokens', 0 if show else 1)  # 0: the prompt alone
     config.check_range(settings, 'seed', 0, 2 ** 63)
     if init_from and {'checkpoint', 'out_dir'} & given.keys():
         raise UserError(f'init_from = {init_from!r}: give that, or checkpoint, or out_dir')
@@ -179,6 +178,7 @@ def main(argv):
     tokenizer = Tokenizer(saved['meta']['tokenizer'])  # travels inside the checkpoint: no data set is needed
     is_question = saved['meta']['kind'] == 'records'
     generate = model.answers if is_question else model.generate
+    config.check_range(settings, 'max_new_tokens', 0 if show and not is_question else 1)  # 0: the prompt alone
 
     # what is sampled, and how
     text = prompt
