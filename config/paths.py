@@ -111,7 +111,8 @@ def paths(model, on):
     table = []
     for layer, columns in found.items():
         entropy, original, p, *by_path = torch.cat(columns, dim=1)
-        for tokens, group in (('uncertain', entropy > limit), ('others', entropy <= limit)):
+        uncertain = entropy > limit
+        for tokens, group in (('uncertain', uncertain), ('others', ~uncertain)):
             for streams, kind in (('originals', original == 1), ('copies', original == 0)):
                 here = group & kind
                 n = int(here.sum())

@@ -91,6 +91,8 @@ def run(tmp_path, monkeypatch):
         tiny = dict(TINY[script])
         if settings.get('init_from') == 'resume':
             tiny = dict(max_iters=3)
+        elif settings.get('over_training'):
+            tiny = {}  # no new tokens
         elif script == 'train.py' and settings['dataset'] == 'gsm_toy':
             tiny['block_size'] = 100
             if settings['init_from'] != 'scratch':
