@@ -70,20 +70,20 @@ def test_a_page_shows_every_text_with_its_numbers_and_escapes_it():
 
 @pytest.mark.parametrize('method, W', [('thoughtbubbles', 1), ('cyb', 3)])
 def test_sample_shows_what_each_snapshot_spends_on_the_prompt_line_under_line(run, tmp_path, capsys, method, W):
-    run('run', method=method, snapshots='4,0,2', learning_rate=0.1, max_iters=10, **({'W': W} if W > 1 else {}))
+    run('run', method=method, snapshots='4,0,10,2', learning_rate=0.1, max_iters=10, **({'W': W} if W > 1 else {}))
     capsys.readouterr()
     sample.main([f'--out_dir={tmp_path}/run', '--prompt=1 plus\n2 is', '--over_training'])
     said = capsys.readouterr().out.splitlines()
     assert said[0].split('  ')[-2:] == ['1 plus\u21b52 is', 'mean ' + ('slots' if W > 1 else 'streams') + ' per token']
     place = said[0].index('1 plus')
-    for line, step in zip(said[1:], (0, 2, 4), strict=True):
+    for line, step in zip(said[1:], (0, 2, 4, 10), strict=True):
         model, tokenizer = train.load(f'{tmp_path}/run/step_{step}.pt', 'cpu')
         ids = tokenizer.encode('1 plus\n2 is')
         numbers = model.spent([ids], [[]])[1][0]
         assert line == f'{step:7d}'.ljust(place) + ''.join(map(str, numbers)) + f'  {sum(numbers) / 11:.2f}'
     assert len({line[7:] for line in said[1:]}) > 1  # training changes them
     # without new tokens, one checkpoint shows the same
-    sample.main([f'--checkpoint={tmp_path}/run/step_4.pt', '--prompt=1 plus\n2 is', '--show', '--max_new_tokens=0'])
+    sample.main([f'--checkpoint={tmp_path}/run/step_10.pt', '--prompt=1 plus\n2 is', '--show', '--max_new_tokens=0'])
     assert re.findall(r"':(\d)", capsys.readouterr().out) == [str(n) for n in numbers]
 
 
