@@ -255,10 +255,22 @@ class CYB(GPT):
                         rows.end(r)
             yield [answer and answer[0] for answer in step]
 
+    @torch.no_grad()
     def spent(self, prompts, new):
-        """The slots that the last call of generate took for each new token, None for the prompts."""
-        if self.config.objective == 'cyb' and self.config.W > 1:
+        """The slots that the last call of generate took for each new token, None for the prompts. Without new
+        tokens those of the prompts, in one pass over their last block_size tokens, where d > 1/2 is a pause."""
+        if self.config.objective != 'cyb' or self.config.W == 1:
+            return None
+        if any(new):
             return 'slots', [[None] * len(p) + slots[:len(n)] for p, n, slots in zip(prompts, new, self.slots)]
+        taken = []
+        for prompt in prompts:
+            idx = torch.tensor([prompt[-self.config.block_size:]], device=self.wte.weight.device)
+            y = self.ln_f(self.every_slot(idx))[0]  # (T,W,C)
+            answers = self.dont_know_logit(y) <= self.lm_head(y).logsumexp(dim=-1)
+            answers[:, -1] = True
+            taken.append([None] * (len(prompt) - len(y)) + (answers.long().argmax(dim=1) + 1).tolist())
+        return 'slots', taken
 
     # --- training ---
 

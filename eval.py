@@ -13,11 +13,13 @@ import config
 import data
 from config import UserError
 from config.answering import answer_times, answers, block_states, right_answers
+from config.checkpoint import snapshots
 from config.curves import compare
 from config.files import write_file
 from config.likelihood import fitting, log_likelihood
 from config.machine import autocast, choose_device, choose_dtype, set_threads
 from config.measures import On, fixed_budget, losses, prefixes, skipping, slots, streams
+from config.paths import paths
 from config.tables import formatted, print_numbers, write_numbers
 from data import zeroshot
 from data.test_sets import read_test_set
@@ -36,6 +38,7 @@ kappa = 0.0  # Thoughtbubbles: streams per token, 0 = as trained
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 test_set = ''  # records: a JSON or JSONL file of other test questions, with their answers; see data/README.md
 beside = ''  # records: other runs or checkpoints, separated by commas, that answer the same questions in turn
+over_training = False  # every snapshot of out_dir in turn, which train.py --snapshots keeps
 curves = ''  # runs, separated by commas: their validation losses side by side, and nothing else
 batch_size = 32  # rows at once
 seed = 1337  # of all draws
@@ -45,7 +48,7 @@ threads = 0  # CPU threads, 0 = PyTorch's choice
 
 
 # a method that is not here: losses
-MEASURES = {'thoughtbubbles': [losses, prefixes, fixed_budget, streams], 'cyb': [losses, slots, skipping],
+MEASURES = {'thoughtbubbles': [losses, prefixes, fixed_budget, streams, paths], 'cyb': [losses, slots, skipping],
             'rim': [losses, right_answers, answer_times, answers, block_states],
             'coconut': [losses, right_answers, answer_times, answers]}
 
@@ -138,6 +141,13 @@ def main(argv):
         if name in given:
             raise UserError(f'{name} = {settings[name]!r}: has no effect with'
                             + (' curves' if curves else ' tasks' if tasks else 'out tasks'))
+    if over_training:
+        for name in {'checkpoint', 'output', 'curves'} & given.keys():
+            raise UserError(f'{name} = {settings[name]!r}: has no effect with over_training')
+        for path in snapshots(out_dir):
+            main([*argv, f'--checkpoint={path}', '--over_training=False'])
+            print()
+        return
     if curves:
         numbers, unit = compare(curves.split(','))
         print_numbers(numbers, unit)

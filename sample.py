@@ -7,6 +7,7 @@
 question in --prompt; --show then prints what is read after each memory block, with its probability. A training
 config in place of --out_dir, as in python sample.py config/tb_small.py, tells where its run is. Thoughtbubbles
 reads the text again for each new token; with --streaming it reads that token alone: faster, and nearly the same.
+--over_training shows the prompt as each snapshot of a run reads it (train.py --snapshots keeps some).
 """
 import inspect
 import math
@@ -19,6 +20,7 @@ import torch
 import config
 import train
 from config import UserError
+from config.checkpoint import snapshots
 from config.files import write_file
 from data import Tokenizer, UNIT, read_text
 from data.records import blocks_text, encode_question
@@ -30,7 +32,7 @@ init_from = ''  # instead: a published model: gpt2, org/name on the Hugging Face
 prompt = ''  # the text to continue, or a question; without it, a line break or any character, or one of the data's
 prompt_file = ''  # a file with the text to continue instead
 num_samples = 1  # continuations or answers
-max_new_tokens = 300  # tokens per continuation
+max_new_tokens = 300  # tokens per continuation; with show it may be 0: the prompt alone
 temperature = 0.8  # 0 takes the likeliest token
 top_k = 0  # draw from the k likeliest tokens only, 0 = all
 top_p = 1.0  # draw from the likeliest tokens that together have this probability
@@ -43,13 +45,23 @@ streaming = False  # Thoughtbubbles: read each new token alone; faster, but copi
 n_blocks = 0  # Reasoning in Memory: memory blocks after the question, 0 = as trained
 n_mem = 0  # Reasoning in Memory: memory tokens per block, 0 = as trained
 show = False  # colour tokens by the streams or slots that the model spent on them
+over_training = False  # the prompt alone, as each snapshot of out_dir reads or answers it, line under line
 html = ''  # with show: a file to write the coloured text to as well, a page for the browser
 device = 'auto'  # auto | cpu | cuda | cuda:1 | mps
 
 # settings of every model; the others are those of its generate, or answers
-GENERAL = {'out_dir', 'checkpoint', 'init_from', 'prompt', 'prompt_file', 'num_samples', 'seed', 'show', 'device'}
+GENERAL = {'out_dir', 'checkpoint', 'init_from', 'prompt', 'prompt_file', 'num_samples', 'seed', 'show', 'device',
+           'over_training'}
+OF_SNAPSHOTS = {'out_dir', 'prompt', 'prompt_file', 'seed', 'show', 'n_blocks', 'n_mem', 'device', 'over_training'}
 # 256-colour backgrounds from least to most effort, each with a readable foreground
 COLOURS = [(255, 16), (194, 16), (228, 16), (214, 16), (203, 16), (125, 231), (55, 231)]
+
+
+def paint(text, e):
+    """Text on the colour of an effort, for a terminal."""
+    back, front = COLOURS[min(e, len(COLOURS)) - 1]
+    lines = text.replace('\n', '\u21b5\n').split('\n')  # a line break has a colour too
+    return '\n'.join(f'\033[48;5;{back}m\033[38;5;{front}m{line}\033[0m' if line else '' for line in lines)
 
 
 def coloured(tokenizer, tokens, effort, unit, terminal):
@@ -59,11 +71,6 @@ def coloured(tokenizer, tokens, effort, unit, terminal):
     if not terminal:
         pairs = ' '.join(f'{tokenizer.decode([t])!r}:{"-" if e is None else e}' for t, e in zip(tokens, effort))
         return f'{tokenizer.decode(tokens)}\n{unit} per token: {pairs}\nmean {unit} per token: {mean:.2f}'
-
-    def paint(text, e):
-        back, front = COLOURS[min(e, len(COLOURS)) - 1]
-        lines = text.replace('\n', '\u21b5\n').split('\n')  # a line break has a colour too
-        return '\n'.join(f'\033[48;5;{back}m\033[38;5;{front}m{line}\033[0m' if line else '' for line in lines)
 
     text = ''.join(tokenizer.decode([t]) if e is None else paint(tokenizer.decode([t]), e)
                    for t, e in zip(tokens, effort))
@@ -115,6 +122,27 @@ def page(title, tokenizer, rows, effort, unit):
     return PAGE.format(title=escape(title), colours=colours, texts='\n'.join(texts))
 
 
+def show_spent(paths, text):
+    """What each snapshot spends on the tokens of a text, a line each."""
+    rows = []
+    for path in paths:
+        _, saved, model = open_checkpoint(path, device)
+        tokenizer = Tokenizer(saved['meta']['tokenizer'])
+        ids = tokenizer.begin + tokenizer.encode(text)
+        unit, (effort,) = model.spent([ids], [[]])
+        rows.append((saved['step'], effort))
+    digits = max(len(str(e)) for _, effort in rows for e in effort if e is not None)
+    words = [tokenizer.decode([t]).replace('\n', '\u21b5').ljust(digits) for t in ids]
+    between = '' if all(len(word) == 1 for word in words) else ' '
+    print(f'{"step":>7s}  {between.join(words)}  mean {unit} per token')
+    for step, effort in rows:
+        known = [e for e in effort if e is not None]
+        cells = [('-' if e is None else str(e)).ljust(len(word)) for e, word in zip(effort, words)]
+        if config.is_terminal(sys.stdout):
+            cells = [cell if e is None else paint(cell, e) for e, cell in zip(effort, cells)]
+        print(f'{step:7d}  {between.join(cells)}  {sum(known) / len(known):.2f}')
+
+
 def load_settings(script, argv):
     """As config.load, for a script that reads what a run has written."""
     of_training = config.script_settings(train.__file__)
@@ -136,14 +164,21 @@ def open_model(path, device):
 def main(argv):
     settings, _, given = load_settings(__file__, argv)
     globals().update(settings)
-    config.check_range(settings, 'num_samples max_new_tokens')
+    config.check_range(settings, 'num_samples')
     config.check_range(settings, 'seed', 0, 2 ** 63)
     if init_from and {'checkpoint', 'out_dir'} & given.keys():
         raise UserError(f'init_from = {init_from!r}: give that, or checkpoint, or out_dir')
-    path, saved, model = open_model(init_from or checkpoint or os.path.join(out_dir, 'ckpt.pt'), device)
+    kept = []
+    if over_training:
+        for name in given.keys() - OF_SNAPSHOTS:
+            raise UserError(f'{name} = {settings[name]!r}: has no effect with over_training')
+        kept = snapshots(out_dir)
+    start = init_from or checkpoint or (kept[0] if kept else os.path.join(out_dir, 'ckpt.pt'))
+    path, saved, model = open_model(start, device)
     tokenizer = Tokenizer(saved['meta']['tokenizer'])  # travels inside the checkpoint: no data set is needed
     is_question = saved['meta']['kind'] == 'records'
     generate = model.answers if is_question else model.generate
+    config.check_range(settings, 'max_new_tokens', 0 if show and not is_question else 1)  # 0: the prompt alone
 
     # what is sampled, and how
     text = prompt
@@ -167,6 +202,12 @@ def main(argv):
         if not {'temperature', 'top_k', 'top_p'} & given.keys():
             sampling['temperature'] = 0.0  # without another wish, the likeliest answer
         question = encode_question(tokenizer, text.strip())
+        for path in kept:
+            _, saved, model = open_checkpoint(path, device)
+            read = model.answers([question], every_block=True, **sampling)
+            print(f'step {saved["step"]}\n{blocks_text(read, tokenizer)}')
+        if kept:
+            return
         for _ in range(num_samples):
             read = generate([question], every_block=show, **sampling)
             print(blocks_text(read, tokenizer) if show else tokenizer.decode(read[-1][0][0][0]).strip())
@@ -177,12 +218,18 @@ def main(argv):
     stop_ids = tokenizer.encode(stop)
     if len(stop_ids) > 1:
         raise UserError(f'stop = {stop!r} is {len(stop_ids)} tokens: give the text of a single token')
-    if show and not model.spent([], []):
-        raise UserError('show = True: this model spends the same on every token, there is nothing to show')
+    if (show or kept) and not model.spent([], []):
+        name = 'over_training' if kept else 'show'
+        raise UserError(f'{name} = True: this model spends the same on every token, there is nothing to show')
     if html and not show:
         raise UserError(f'html = {html!r}: the page has what --show=True colours, so add that')
     if html and not os.path.isdir(os.path.dirname(html) or '.'):
         raise UserError(f'html = {html!r}: its folder is not there, make it first')
+    if kept:
+        if not ids:
+            raise UserError('the prompt is empty: give at least one token')
+        show_spent(kept, text)
+        return
     at_once = num_samples == 1 and not show
     written = ''
     new = [[] for _ in range(num_samples)]

@@ -12,7 +12,6 @@ import math
 import os
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import config
@@ -51,6 +50,7 @@ grad_clip = 1.0  # largest gradient norm, 0 = unlimited
 # evaluation and output
 eval_interval = 250  # steps between evaluations; a checkpoint is written before each
 eval_rows = 512  # validation rows, the same ones at each evaluation
+snapshots = ()  # steps whose weights are kept, as step_N.pt: sample.py --over_training shows them
 plan = False  # print what the run needs on a number of GPUs, and end; nothing has to be there
 gpus = 8  # of a plan
 gpu_memory = 80.0  # of a plan: GB of each GPU
@@ -233,6 +233,8 @@ def main(argv):
                 best_val_loss = val_loss
                 save('best.pt', weights_only=True)
             run.restart_clock()
+        if it in snapshots:
+            save(f'step_{it}.pt', weights_only=True)
         if it >= total_iters:
             break
 
@@ -257,9 +259,7 @@ def main(argv):
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
         status = torch.cat((step_loss, step_loss.new_tensor([float(bool(run.signals))])))
-        if run.ddp:
-            dist.all_reduce(status)
-        train_loss, stop_wanted = status.tolist()
+        train_loss, stop_wanted = run.sum(status).tolist()
         # float16 gradients may overflow: the scaler skips that step and lowers its scale
         overflow_only = scaler.is_enabled() and scaler.get_scale() >= 1
         if not math.isfinite(train_loss) or not (overflow_only or math.isfinite(norm)):

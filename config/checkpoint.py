@@ -1,6 +1,8 @@
 """Checkpoints: all that sampling and resuming need, in plain containers and tensors; what a run takes from one."""
 import os
+import re
 import zipfile
+from dataclasses import fields
 
 import torch
 
@@ -17,8 +19,8 @@ LORA_SCALE = 2.0  # alpha / rank
 # what may change when a run is resumed, though not always bit for bit: max_iters bends the learning rate's cosine,
 # dtype the rounding, and batch_size against grad_accum the dropout; anything else would make it another run
 MAY_CHANGE = {'out_dir', 'init_from', 'plan', 'gpus', 'gpu_memory', 'show_batch', 'overwrite', 'max_iters',
-              'eval_interval', 'log_interval', 'wandb_project', 'device', 'dtype', 'compile', 'threads',
-              'checkpoint_blocks', 'shard_optimizer', 'batch_size', 'grad_accum'}
+              'eval_interval', 'snapshots', 'log_interval', 'wandb_project', 'device', 'dtype', 'compile',
+              'threads', 'checkpoint_blocks', 'shard_optimizer', 'batch_size', 'grad_accum'}
 
 
 def first_line(error):
@@ -59,6 +61,15 @@ def load_checkpoint(path, mmap=False):
     checkpoint['model'] = {str(name).replace('_orig_mod.', '').removeprefix('module.'): tensor
                            for name, tensor in checkpoint['model'].items()}
     return checkpoint
+
+
+def snapshots(folder):
+    """Paths of the snapshots that a run has kept, in the order of their steps. Raises UserError."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    steps = sorted(int(found[1]) for found in (re.fullmatch(r'step_(\d+)\.pt', name) for name in names) if found)
+    if not steps:
+        raise UserError(f'out_dir = {folder!r} has no step_N.pt: train with --snapshots=0,100,200, say')
+    return [os.path.join(folder, f'step_{step}.pt') for step in steps]
 
 
 def load_start(name):
@@ -174,6 +185,20 @@ def starting_settings(start, path, names, given, meta):
     # behind plain text the vocabulary may be padded; records want their special tokens as the last ones
     padded = saved['vocab_size'] if meta['kind'] == 'text' else 0
     return {**shape, 'block_size': saved['block_size'], 'vocab_size': max(padded, meta['vocab_size'])}
+
+
+def compared_to_start(start, config_class, settings, came):
+    """Which of a run's model settings came with the checkpoint to start from, and which it changes, as text."""
+    same, other = [], []
+    for f in fields(config_class):
+        value = settings.get(f.name, f.default)
+        saved = start['model_config'].get(f.name, value)
+        if f.name in came and value != f.default:
+            same.append(f'{f.name} = {value}')
+        if value != saved:
+            other.append(f'{f.name} = {value} (was {saved})')
+    return (f'settings that come with the start: {", ".join(same) or "nothing"}; other than there: '
+            f'{", ".join(other) or "nothing"}')
 
 
 def merge_resumed(settings, model_settings, given, checkpoint):

@@ -51,6 +51,12 @@ def predictions(model, idx, at_once=64):
         yield predict(part)
 
 
+def entropies(model, idx):
+    """Entropy in nats of what is said after each token of a row idx (T,)."""
+    return torch.cat([torch.distributions.Categorical(logits=part).entropy().cpu().double()
+                      for part in predictions(model, idx)])
+
+
 def perplexity(loss):
     return math.exp(min(loss, 700))
 
@@ -257,8 +263,7 @@ def streams(model, on):
     blocks = []
     for idx in progress([idx for batch in on.rows for idx in batch[0]], 'streams'):
         with Watch(model, len(idx)) as watch:
-            entropy += [torch.distributions.Categorical(logits=part).entropy().cpu().double()
-                        for part in predictions(model, idx)]
+            entropy.append(entropies(model, idx))
         held.append(watch.src.bincount(minlength=len(idx)).cpu().double())
         blocks.append(watch.blocks)
     entropy, held = torch.cat(entropy), torch.cat(held)

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import timedelta
 from glob import escape, glob
 from textwrap import shorten
@@ -19,8 +19,8 @@ from tqdm import tqdm
 import config
 import data
 from config import UserError, check_choice, check_range, need
-from config.checkpoint import (VERSION, first_line, load_checkpoint, load_optimizer, load_start, load_weights,
-                               merge_resumed, save_checkpoint, starting_settings)
+from config.checkpoint import (VERSION, compared_to_start, first_line, load_checkpoint, load_optimizer, load_start,
+                               load_weights, merge_resumed, save_checkpoint, starting_settings)
 from config.files import read_log, write_file
 from config.machine import (autocast, choose_compile, choose_device, choose_dtype, flops_per_token, peak_flops,
                             set_threads)
@@ -44,7 +44,7 @@ class Run:
         self.say = print if self.is_main else lambda *_, **__: None
         self.start = None  # the checkpoint to go on with, or to start from
         self.lock = None
-        self.log_file = None
+        self.log_file = self.wandb = None
         self.signals = []  # received so far
         self.handlers = {}  # what signals did before
 
@@ -182,16 +182,7 @@ class Run:
         if self.start:
             came = starting_settings(self.start, self.start_path, config_class.shape, settings, meta)
             settings = {**came, **settings}
-            same, other = [], []
-            for f in fields(config_class):
-                value = settings.get(f.name, f.default)
-                saved = self.start['model_config'].get(f.name, value)
-                if f.name in came and value != f.default:
-                    same.append(f'{f.name} = {value}')
-                if value != saved:
-                    other.append(f'{f.name} = {value} (was {saved})')
-            self.say(f'settings that come with the start: {", ".join(same) or "nothing"}; other than there: '
-                     f'{", ".join(other) or "nothing"}')
+            self.say(compared_to_start(self.start, config_class, settings, came))
         model_config = config_class(**{**settings, 'vocab_size': settings.get('vocab_size') or meta['vocab_size']})
         if model_config.vocab_size < meta['vocab_size']:
             raise UserError(f'vocab_size = {model_config.vocab_size}: dataset {dataset!r} has '
@@ -247,6 +238,11 @@ class Run:
                                 f'{[step for step, *_ in states]}): out_dir and the data set must be folders that '
                                 'all nodes share')
 
+        wrong = [step for step in s['snapshots'] if step not in range(self.total_iters + 1)]
+        if wrong:
+            raise UserError(f'snapshots = {s["snapshots"]}: {wrong[0]} is not a step of this run; give whole '
+                            f'numbers from 0 to {self.total_iters}')
+
         # what begins
         if self.resume:
             self.say(f'resuming {self.start_path} at step {it}, best validation loss so far {best_val_loss:.4f}'
@@ -262,8 +258,8 @@ class Run:
             self.open_log(it)
         if s['wandb_project'] and self.is_main:
             import wandb
-            wandb.init(project=s['wandb_project'], name=os.path.basename(self.out_dir),
-                       config={**s, **asdict(model.config)})
+            self.wandb = wandb.init(project=s['wandb_project'], name=os.path.basename(self.out_dir),
+                                    config={**s, **asdict(model.config)})
         self.bar = tqdm(total=self.total_iters, initial=it, unit='step',
                         disable=not (self.is_main and config.is_terminal(sys.stderr)))
         if not self.bar.disable:
@@ -305,9 +301,8 @@ class Run:
         entry = {name: value if math.isfinite(value) else None for name, value in entry.items()}  # JSON has no nan
         if self.log_file:
             self.log_file.write(json.dumps(entry) + '\n')
-        if self.settings['wandb_project'] and self.is_main:
-            import wandb
-            wandb.log(entry, step=entry['iter'])
+        if self.wandb:
+            self.wandb.log(entry, step=entry['iter'])
 
     def restart_clock(self):
         self.clock = time.perf_counter()
@@ -381,8 +376,7 @@ class Run:
 def check_settings(settings, world):
     """Raises UserError for a setting of train.py out of range or at odds with another."""
     check_range(settings, 'batch_size grad_accum eval_interval eval_rows log_interval gpus')
-    check_range(settings, 'max_iters learning_rate min_lr warmup_iters weight_decay grad_clip gpu_memory',
-                0)
+    check_range(settings, 'max_iters learning_rate min_lr warmup_iters weight_decay grad_clip gpu_memory', 0)
     check_range(settings, 'beta1 beta2 warmup_share', 0, 1)
     check_choice(settings, 'schedule', 'cosine constant')
     check_range(settings, 'seed', 0, 2 ** 63)

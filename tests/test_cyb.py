@@ -437,6 +437,21 @@ def test_sample_shows_the_slots(run, tmp_path, capsys):
     assert 'mean slots per token: 3.00' in capsys.readouterr().out
 
 
+def test_spent_on_a_prompt_are_the_slots_up_to_the_first_that_knows():
+    torch.manual_seed(51)
+    model = CYB(CYBConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, W=3)).double().eval()
+    model.dont_know.weight.data *= 40
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]  # longer than block_size
+    unit, (slots,) = model.spent([prompt], [[]])
+    with torch.no_grad():
+        x = model.every_slot(torch.tensor([prompt[1:]]))[0]
+        z, k = model.logits(x), model.dont_know_logit(model.ln_f(x))
+    d = torch.cat((z, k[..., None]), dim=-1).softmax(-1)[..., -1]  # (T,W)
+    expected = [next((i + 1 for i in range(2) if row[i] <= 0.5), 3) for row in d.tolist()]
+    assert unit == 'slots' and slots == [None, *expected] and {*expected} == {1, 2, 3}
+    assert (d > 0.5).all(dim=1).any()  # a token that no slot knows takes them all
+
+
 # --- starting from another model ---
 
 FROM_GPT = {name: value for name, value in runpy.run_path(f'{config.ROOT}/config/cyb_from_gpt.py').items()

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from types import SimpleNamespace
 
@@ -249,6 +250,21 @@ def test_progress_is_shown_on_a_terminal(run, tmp_path, monkeypatch, method, bar
     monkeypatch.setattr(sys, 'stderr', Terminal())
     evaluation.main([f'--out_dir={tmp_path}/run', '--device=cpu', '--eval_rows=8', '--slow_rows=2'])
     assert all(f'{bar}: ' in sys.stderr.getvalue() for bar in bars)
+
+
+def test_every_snapshot_of_a_run_is_measured_in_the_order_of_its_steps(run, tmp_path, capsys):
+    run('run', method='thoughtbubbles', snapshots='10,2', max_iters=10, learning_rate=0.01)
+    capsys.readouterr()
+    evaluation.main([f'--out_dir={tmp_path}/run', '--over_training=True', '--device=cpu', '--eval_rows=4',
+                     '--slow_rows=1'])
+    said = capsys.readouterr().out
+    assert re.findall(r'run/step_\d+.pt at step (\d+)', said) == ['2', '10']
+    losses = []
+    for step in (2, 10):
+        numbers = json.loads((tmp_path / 'run' / f'step_{step}_eval.json').read_text())
+        assert numbers['step'] == step and len(numbers['d loss / d log p']) == 8
+        losses.append(numbers['loss'])
+    assert losses[0] > losses[1] and said.count('d loss / d log p') == 2
 
 
 def test_no_script_is_run_for_a_data_set_that_a_checkpoint_names(run, dataset, tmp_path):

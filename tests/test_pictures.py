@@ -3,14 +3,18 @@ import html.parser
 import importlib.util
 import json
 import re
+import sys
 
 import pytest
 
+import config
 import data
 import eval as evaluation
 import sample
+import train
 from config import UserError
 from conftest import write_records, write_text
+from data import Tokenizer
 
 
 class Page(html.parser.HTMLParser):
@@ -62,6 +66,39 @@ def test_a_page_shows_every_text_with_its_numbers_and_escapes_it():
     assert '.e1 { background: rgb(238 238 238); color: rgb(0 0 0) }' in page.styles
     assert '.e7 { background: rgb(95 0 175); color: rgb(255 255 255) }' in page.styles
     assert [background for *_, background in page.texts[0]][:5] == ['', 'e1', 'e2', 'e3', 'e7']
+
+
+@pytest.mark.parametrize('method, W', [('thoughtbubbles', 1), ('cyb', 3)])
+def test_sample_shows_what_each_snapshot_spends_on_the_prompt_line_under_line(run, tmp_path, capsys, method, W):
+    run('run', method=method, snapshots='4,0,10,2', learning_rate=0.1, max_iters=10, **({'W': W} if W > 1 else {}))
+    capsys.readouterr()
+    sample.main([f'--out_dir={tmp_path}/run', '--prompt=1 plus\n2 is', '--over_training'])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split('  ')[-2:] == ['1 plus\u21b52 is', 'mean ' + ('slots' if W > 1 else 'streams') + ' per token']
+    place = said[0].index('1 plus')
+    for line, step in zip(said[1:], (0, 2, 4, 10), strict=True):
+        model, tokenizer = train.load(f'{tmp_path}/run/step_{step}.pt', 'cpu')
+        ids = tokenizer.encode('1 plus\n2 is')
+        numbers = model.spent([ids], [[]])[1][0]
+        assert line == f'{step:7d}'.ljust(place) + ''.join(map(str, numbers)) + f'  {sum(numbers) / 11:.2f}'
+    assert len({line[7:] for line in said[1:]}) > 1  # training changes them
+    # without new tokens, one checkpoint shows the same
+    sample.main([f'--checkpoint={tmp_path}/run/step_10.pt', '--prompt=1 plus\n2 is', '--show', '--max_new_tokens=0'])
+    assert re.findall(r"':(\d)", capsys.readouterr().out) == [str(n) for n in numbers]
+
+
+def test_a_row_of_effort_keeps_its_columns_where_tokens_are_long(run, tmp_path, capsys, monkeypatch):
+    run('run', method='thoughtbubbles', snapshots='0')
+    monkeypatch.setattr(Tokenizer, 'decode', lambda self, ids: {1: 'seven', 2: 'x'}.get(ids[0], '\n'))
+    monkeypatch.setattr(Tokenizer, 'encode', lambda self, text: [1, 2, 1] if text else [])
+    monkeypatch.setattr(train.Thoughtbubbles, 'spent', lambda self, prompts, new: ('streams', [[None, 12, 3]]))
+    capsys.readouterr()
+    sample.main([f'--out_dir={tmp_path}/run', '--prompt=any', '--over_training'])
+    assert capsys.readouterr().out == ('   step  seven x  seven  mean streams per token\n'
+                                       '      0  -     12 3      7.50\n')
+    monkeypatch.setattr(config, 'is_terminal', lambda stream: stream is sys.stdout)
+    sample.main([f'--out_dir={tmp_path}/run', '--prompt=any', '--over_training'])
+    assert sample.paint('3    ', 3) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('method', ['thoughtbubbles', 'cyb'])

@@ -19,7 +19,7 @@ READMES = ['README.md', 'config/README.md', 'data/README.md', 'tests/README.md']
 CANNOT_RUN = re.compile(r'\d+ GPUs|several machines|needs the network')  # how the comment of such a command begins
 TINY = {
     'train.py': dict(max_iters=2, eval_interval=2, eval_rows=2, batch_size=2, warmup_iters=0, n_layer=3, n_head=2,
-                     n_embd=8, device='cpu', threads=1),
+                     n_embd=8, device='cpu', threads=1, snapshots='0,1,2'),
     'sample.py': dict(max_new_tokens=8),
     'eval.py': dict(eval_rows=4, slow_rows=2),
     'assets/draw.py': {},
@@ -91,6 +91,8 @@ def run(tmp_path, monkeypatch):
         tiny = dict(TINY[script])
         if settings.get('init_from') == 'resume':
             tiny = dict(max_iters=3)
+        elif settings.get('over_training'):
+            tiny = {}  # no new tokens
         elif script == 'train.py' and settings['dataset'] == 'gsm_toy':
             tiny['block_size'] = 100
             if settings['init_from'] != 'scratch':

@@ -32,8 +32,8 @@ from thoughtbubbles import Thoughtbubbles, ThoughtbubblesConfig
 @pytest.fixture(scope='session')
 def place(tmp_path_factory):
     """Data sets {text}, {other}, {records}; runs {gpt}, {tb}, {cyb}, {tbys}, {rim}, {sft}, {coconut}; {weights}: a
-    run with no optimizer; {stale}: a run whose data set {changed} was prepared anew; {unasked}: a model of records
-    without an example to ask."""
+    run with no optimizer; {kept}: a snapshot alone; {stale}: a run whose data set {changed} was prepared anew;
+    {unasked}: a model of records without an example to ask."""
     root = tmp_path_factory.mktemp('place')
     place = types.SimpleNamespace(text=write_text(root / 'text', TEXT), other=write_text(root / 'other'),
                                   records=write_records(root / 'records'),
@@ -49,8 +49,10 @@ def place(tmp_path_factory):
             setattr(place, name, str(root / f'run_{name}'))
             train.main(arguments(**{'dataset': place.text, 'out_dir': getattr(place, name), **settings}))
     write_text(place.changed, TEXT[::-1])
-    place.weights, place.unasked = str(root / 'weights'), str(root / 'unasked.pt')
+    place.weights, place.unasked, place.kept = str(root / 'weights'), str(root / 'unasked.pt'), str(root / 'kept')
     os.mkdir(place.weights)
+    os.mkdir(place.kept)
+    shutil.copy(place.gpt + '/best.pt', place.kept + '/step_4.pt')
     shutil.copy(place.gpt + '/best.pt', place.weights + '/ckpt.pt')
     rim = load_checkpoint(place.rim + '/ckpt.pt')
     save_checkpoint(place.unasked, {**rim, 'meta': {k: v for k, v in rim['meta'].items() if k != 'example'}})
@@ -127,6 +129,11 @@ COMMANDS = [
     ('train.py --schedule=linear', "schedule = 'linear': choose cosine, constant"),
     ('train.py --beta1=-1', 'beta1 = -1.0: must be at least 0 and below 1'),
     (f'train.py --seed={2 ** 63}', f'seed = {2 ** 63}: must be at least 0 and below {2 ** 63}'),
+    ('train.py --snapshots=2,99',
+     'snapshots = (2, 99): 99 is not a step of this run; give whole numbers from 0 to 4'),
+    ('train.py --snapshots=1.5', '1.5 is not a step of this run'),
+    ('train.py --snapshots=-1', '-1 is not a step of this run'),
+    ('train.py --snapshots=all', "snapshots = 'all': expected numbers separated by commas"),
     ('train.py --min_lr=0.1', 'min_lr = 0.1 is above learning_rate = 0.001: lower it too'),
     ('train.py --wandb_project=x', 'wandb_project needs the wandb package: pip install wandb'),
     # the machine
@@ -243,6 +250,14 @@ COMMANDS = [
     ('sample.py --out_dir={gpt} --prompt_file=nowhere.txt', 'nowhere.txt is not there or is not UTF-8 text'),
     ('sample.py --out_dir={gpt} --num_samples=0', 'num_samples = 0: must be at least 1'),
     ('sample.py --out_dir={gpt} --max_new_tokens=0', 'max_new_tokens = 0: must be at least 1'),
+    ('sample.py --out_dir={tb} --show --max_new_tokens=-1', 'max_new_tokens = -1: must be at least 0'),
+    ('sample.py --out_dir={gpt} --over_training', 'has no step_N.pt: train with --snapshots='),
+    ('sample.py --out_dir={out} --over_training', 'has no step_N.pt: train with --snapshots='),
+    ('sample.py --out_dir={kept} --over_training', 'over_training = True: this model spends the same'),
+    ('sample.py --out_dir={kept} --over_training --top_k=3', 'top_k = 3: has no effect with over_training'),
+    ('sample.py --out_dir={kept} --over_training --checkpoint=x', "checkpoint = 'x': has no effect with"),
+    ('eval.py --out_dir={gpt} --over_training', 'has no step_N.pt: train with --snapshots='),
+    ('eval.py --out_dir={kept} --over_training --output=x', "output = 'x': has no effect with over_training"),
     ('sample.py --out_dir={gpt} --temperature=-1',
      'temperature = -1.0: temperature and top_k are 0 or more, top_p is in (0, 1]'),
     ('sample.py --out_dir={gpt} --top_k=-2', 'top_k = -2: '),

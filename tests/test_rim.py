@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -567,6 +568,10 @@ def test_sampling_and_evaluation(rim_run, dataset, tmp_path, capsys, kind):
     shown = capsys.readouterr().out.splitlines()
     assert shown[-1].startswith('block 2: ' if kind == 'rim' else 'answer 1: ' if kind != 'cot' else shown[-1])
     assert kind == 'cot' or shown[-1].split(': ')[1].split('  (probability 0.')[0] == one
+    shutil.copy(os.path.join(folder, 'ckpt.pt'), os.path.join(folder, 'step_6.pt'))
+    sample.main([f'--out_dir={folder}', '--prompt=1+2?', '--over_training'])
+    step, *blocks = capsys.readouterr().out.splitlines()
+    assert step == f'step {checkpoint["step"]}' and blocks and blocks == shown[-len(blocks):]
     sample.main([f'--out_dir={folder}', '--prompt=1+1?'])
     asked = capsys.readouterr()
     sample.main([f'--out_dir={folder}'])  # one of the data's questions

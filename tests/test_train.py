@@ -81,6 +81,25 @@ def test_auto_resumes_if_there_is_something_to_resume(run, capsys):
     assert 'resuming' in capsys.readouterr().out
 
 
+def test_a_run_keeps_the_weights_of_chosen_steps_also_where_it_was_stopped(run, tmp_path):
+    whole = run('whole', snapshots='0,3,4')
+    with interrupted(2):  # the loop ends after the step that leads to a snapshot
+        stopped = run('parts', snapshots='0,3,4')
+    assert stopped['step'] == 3 and not os.path.exists(tmp_path / 'parts' / 'step_3.pt')
+    run('parts', init_from='resume')
+    for folder in ('whole', 'parts'):
+        kept = {step: load_checkpoint(str(tmp_path / folder / f'step_{step}.pt')) for step in (0, 3, 4)}
+        assert all(saved['step'] == step and 'optimizer' not in saved for step, saved in kept.items())
+        for name in whole['model']:
+            assert torch.equal(kept[3]['model'][name], stopped['model'][name])
+            assert torch.equal(kept[4]['model'][name], whole['model'][name])
+        assert not torch.equal(kept[0]['model']['wte.weight'], kept[3]['model']['wte.weight'])
+    run('parts', init_from='resume', max_iters=5, snapshots='5')  # what is kept may change on the way
+    assert {'step_0.pt', 'step_3.pt', 'step_4.pt', 'step_5.pt'} < {*os.listdir(tmp_path / 'parts')}
+    run('parts', overwrite=True)
+    assert not os.path.exists(tmp_path / 'parts' / 'step_3.pt')
+
+
 def test_an_earlier_run_is_not_overwritten_by_accident(run):
     run(seed=1)
     with pytest.raises(UserError, match='holds a run already.*--init_from=resume.*--overwrite'):
