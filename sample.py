@@ -90,6 +90,7 @@ PAGE = """<!DOCTYPE html>
 body {{ margin: 2em auto; max-width: 50em; padding: 0 1em; font: 17px/2.2 monospace }}
 body, rt {{ background: white; color: black }}
 p {{ white-space: pre-wrap; overflow-wrap: anywhere }}
+h1, h2 {{ font-size: 110% }}
 ruby {{ ruby-position: under }}
 rt {{ font-size: 55%; line-height: 1; user-select: none }}
 {colours}
