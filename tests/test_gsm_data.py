@@ -108,12 +108,12 @@ def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
             assert answer == str(value) and set(turns.split()[len(steps):]) <= {'0+'}
             cases[split].add((start, *turns.split()))
             staying[len(steps), turns.split()[:len(steps)].count('0+')] += split == 'train'
-    long = {split: {case for case in cases[split] if case[4] != '0+'} for split in cases}  # four turns or more
+    long = {split: {case for case in cases[split] if case[2] != '0+'} for split in cases}  # two turns or more
     assert not long['train'] & (long['val'] | long['test'])
+    assert len(cases['test'] - long['test']) == len(cases['train'] - long['train']) == 20
     # three of four each
     counted = Counter(5 - case[1:].count('0+') for case in long['train'])
-    assert 940 < counted[4] <= 960 and 2500 < counted[5] <= 3840
-    assert 410 < len(cases['train'] - long['train']) <= 20 + 80 + 320
+    assert counted[2] == 60 and counted[3] == 240 and 940 < counted[4] <= 960 and 2500 < counted[5] <= 3840
     assert set(''.join(questions['test'])) | set('\n=+') <= set(tokenizer['chars'])
     assert Counter(len(steps) for _, steps, _ in splits['test']) == dict.fromkeys(range(1, 6), 240)
     lengths = Counter(len(steps) for _, steps, _ in splits['train'])

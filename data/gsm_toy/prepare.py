@@ -7,7 +7,7 @@ After 4 comes 0 again. 6+ adds six to what the dial shows, 8- takes that from ei
 and who leaves one out knows nothing. Every problem tells five turns, so they stand where a small model finds them;
 the last ones may be 0+. Most training problems are long: each teaches the first step, only these the last ones.
 
-No question occurs in two of train, val and test, and from four turns on no case does: a quarter of each length is
+No question occurs in two of train, val and test, and from two turns on no case does: a quarter of each length is
 left to val and test, so that an answer there has to be worked out. data/README.md says why the steps look so.
 """
 import os
@@ -59,7 +59,7 @@ def make_problem(rng, n_steps):
 def may_have(split, question):
     """Whether a split may have the case that a question tells, which its digits and nothing else decide."""
     start, *turns = map(int, re.findall(r'\d', question))
-    if turns[FULL_STEPS - 1] == 0:  # fewer turns: in all splits
+    if turns[1] == 0:  # a single turn: in all splits
         return True
     # a quarter of each length
     held_out = (start + sum(place * turn for place, turn in enumerate(turns, 1))) % 4 == 2
