@@ -10,6 +10,6 @@ n_mem = 2
 max_iters = 4000  # read-outs must not fade before they are learned, which takes some hundred steps for each
 learning_rate = 7e-4
 eval_interval = 500
-stage2_iters = 1000
+stage2_iters = 1500
 stage2_learning_rate = 3e-4
 stage2_dropout = 0.0  # no row is seen twice

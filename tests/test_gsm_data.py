@@ -117,7 +117,7 @@ def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
     assert set(''.join(questions['test'])) | set('\n=+') <= set(tokenizer['chars'])
     assert Counter(len(steps) for _, steps, _ in splits['test']) == dict.fromkeys(range(1, 6), 240)
     lengths = Counter(len(steps) for _, steps, _ in splits['train'])
-    assert [lengths[n] / 180 for n in range(1, 6)] == pytest.approx([2, 6, 14, 30, 48], abs=1)  # percent
+    assert [lengths[n] / 180 for n in range(1, 6)] == pytest.approx([5, 8, 14, 28, 45], abs=1)  # percent
     for steps, shares in [(4, [1, 0, 0]), (5, [0.6, 0.4, 0])]:
         assert [staying[steps, n] / lengths[steps] for n in range(3)] == pytest.approx(shares, abs=0.03)
     # templates, names and things
