@@ -3,10 +3,8 @@ import contextlib
 import json
 import multiprocessing
 import os
-import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 
@@ -120,15 +118,6 @@ def start_training(argv, output):
     return process
 
 
-def free_port():
-    """A port below those that the system hands out, so that it is still free when the run gets to it."""
-    while True:
-        port = random.SystemRandom().randint(20000, 30000)
-        with socket.socket() as s:
-            if s.connect_ex(('localhost', port)):
-                return port
-
-
 def torchrun(processes, script, *arguments, timeout=300):
     """(exit status, output). A run that hangs fails the test, its processes are killed."""
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}',
@@ -148,7 +137,7 @@ def train_on(processes, folder, jobs, timeout=300):
     """Train on several processes, one run after the other. jobs: (command line, more) each; more may have report,
     whether the finished run makes its report, and killed_in, the step in which it is killed. Returns torchrun's
     (exit status, output); folder/jobs.json keeps the command lines."""
-    jobs = [(command, free_port(), more.get('report', False), more.get('killed_in')) for command, more in jobs]
+    jobs = [(command, more.get('report', False), more.get('killed_in')) for command, more in jobs]
     path = os.path.join(folder, 'jobs.json')
     with open(path, 'w', encoding='utf-8') as f:
         json.dump(jobs, f)
