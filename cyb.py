@@ -267,7 +267,8 @@ class CYB(GPT):
         for prompt in prompts:
             idx = torch.tensor([prompt[-self.config.block_size:]], device=self.wte.weight.device)
             y = self.ln_f(self.every_slot(idx))[0]  # (T,W,C)
-            answers = self.dont_know_logit(y) <= self.lm_head(y).logsumexp(dim=-1)
+            _, lse = self.target_numbers(y, idx[0, :, None].expand(y.shape[:-1]))  # any target: lse alone counts
+            answers = self.dont_know_logit(y) <= lse
             answers[:, -1] = True
             taken.append([None] * (len(prompt) - len(y)) + (answers.long().argmax(dim=1) + 1).tolist())
         return 'slots', taken

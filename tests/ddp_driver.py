@@ -23,8 +23,8 @@ child = None
 def connect(number, init_process_group, backend):
     """A group of processes meets in torchrun's store, which is there already, under the number of its run."""
     rank, world, port = (int(os.environ[name]) for name in ('RANK', 'WORLD_SIZE', 'MASTER_PORT'))
-    store = dist.PrefixStore(f'run {number}', dist.TCPStore(os.environ['MASTER_ADDR'], port, world, is_master=False))
-    init_process_group(backend, store=store, rank=rank, world_size=world)
+    store = dist.TCPStore(os.environ['MASTER_ADDR'], port, world, is_master=False)
+    init_process_group(backend, store=dist.PrefixStore(f'run {number}', store), rank=rank, world_size=world)
 
 
 def run(number, arguments, report, killed_in):
@@ -53,7 +53,8 @@ if __name__ == '__main__':
     with open(sys.argv[1], encoding='utf-8') as f:
         jobs = json.load(f)
     for number, (arguments, report, killed_in) in enumerate(jobs):
-        child = multiprocessing.get_context('fork').Process(target=run, args=(number, arguments, report, killed_in))
+        child = multiprocessing.get_context('fork').Process(target=run,
+                                                            args=(number, arguments, report, killed_in))
         child.start()
         child.join()
         if child.exitcode != (0 if killed_in is None else -signal.SIGKILL):
