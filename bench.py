@@ -18,7 +18,7 @@ from train import METHODS
 
 os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # or the profiler's library writes lines of its own
 
-part = 'all'  # all, or one of the parts at the end of this file
+part = 'all'  # all | train | vocabulary | checkpoint | generate | answer
 rounds = 15  # timed rounds of a training step
 batch_size = 32  # rows of a training step
 threads = 0  # CPU threads, 0 = PyTorch's choice

@@ -27,7 +27,7 @@ class CYBConfig(GPTConfig):
     W: int = 2  # slots per token: itself and W-1 pauses
     omega: str | tuple = 'last'  # when the world stops: last | uniform | first | geometric | W numbers
     gamma0: float = 1.0  # discount per slot, below 1 rewards early answers; in training alone
-    d_init: float = 0.5  # P(don't know) before training; 1/(V+1), any output's, leaves slot 2 hardly a gradient
+    d_init: float = 0.5  # P(don't know) before training; near 0, slot 2 would get hardly a gradient
     objective: str = 'cyb'  # cyb | tbys (baseline: cross-entropy in the last slot, no <don't know>)
     see_pauses: bool = True  # False: later tokens do not see a token's pauses and positions count tokens
 

@@ -136,11 +136,14 @@ def main(argv):
     settings, _, given = load_settings(__file__, argv)
     globals().update(settings)
     measured = 'dataset', 'beside', 'n_mem', 'kappa', 'test_set'  # what the measures alone need
-    for name in ((*measured, 'checkpoint', 'tasks', 'form') if curves else
-                 (*measured, 'slow_rows') if tasks else ('form',)):
+    idle, when = ('form',), 'without tasks'
+    if tasks:
+        idle, when = (*measured, 'slow_rows'), 'with tasks'
+    if curves:
+        idle, when = (*measured, 'checkpoint', 'tasks', 'form'), 'with curves'
+    for name in idle:
         if name in given:
-            raise UserError(f'{name} = {settings[name]!r}: has no effect with'
-                            + (' curves' if curves else ' tasks' if tasks else 'out tasks'))
+            raise UserError(f'{name} = {settings[name]!r}: has no effect {when}')
     if over_training:
         for name in {'checkpoint', 'output', 'curves'} & given.keys():
             raise UserError(f'{name} = {settings[name]!r}: has no effect with over_training')

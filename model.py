@@ -2,7 +2,7 @@
 
 Shapes: B batch, T tokens, S streams (= T here), H heads, D head width, C width, V vocabulary.
 
-A method is a config class, a model class and a source of batches. This is all that it may override:
+A method is a config class, a model class and a source of batches. It may override:
 
     config   shape            the settings that weights mean nothing without: they come with a checkpoint
              row_size         positions in a row of block_size tokens
@@ -54,7 +54,7 @@ class GPTConfig:
     dropout: float = 0.0  # 0 for pretraining, 0.1 and more for fine-tuning
     bias: bool = False  # biases in Linear and LayerNorm, as GPT-2 has them
     learned_positions: bool = False  # GPT-2's absolute position embeddings instead of rotary positions
-    rope_base: float = 10000.0  # longest rotary wavelength / 2 pi
+    rope_base: float = 10000.0  # above every rotary wavelength / 2 pi
     tie_weights: bool = True  # input embedding and output head share one matrix
     # what published models have too; config/pretrained.py sets it
     n_kv_head: int = 0  # key/value heads, each shared by n_head / n_kv_head query heads; 0 = n_head
@@ -256,7 +256,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    mlp_class = MLP  # another one's c_proj.weight starts as small
+    mlp_class = MLP  # in another one c_proj must be the last layer
 
     def __init__(self, config):
         super().__init__()
@@ -488,9 +488,10 @@ class GPT(nn.Module):
     def target_numbers(self, y, targets, V=None):
         """Where targets (...) are known, -1 = none: the target's logit and the logsumexp of all logits, (...)
         each, from y (..., C) after the final norm. V: of the first V tokens alone."""
+        weight = self.lm_head.weight[:V] if V else self.lm_head.weight
         kind = y.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.lm_head.weight.dtype
-        numbers = head_numbers(y.flatten(0, -2), self.lm_head.weight[:V], targets.flatten().clamp(min=0), dtype)
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        numbers = head_numbers(y.flatten(0, -2), weight, targets.flatten().clamp(min=0), dtype)
         return [number.view(targets.shape) for number in numbers]
 
     def nll(self, x, targets):
@@ -585,7 +586,7 @@ class GPT(nn.Module):
                 module.p = p
 
     def param_groups(self, weight_decay):
-        """Matrices and embeddings decay; gains, biases and single vectors do not."""
+        """Tensors of two dimensions decay; gains and biases do not."""
         trained = [p for p in self.parameters() if p.requires_grad]
         decaying = [p for p in trained if p.dim() >= 2]
         others = [p for p in trained if p.dim() < 2]
@@ -598,7 +599,7 @@ class GPT(nn.Module):
 
     def row_lengths(self):
         """Positions that each block, and the head, compute for a full row of block_size tokens: (list, int)."""
-        return [self.config.block_size] * self.config.n_layer, self.config.block_size
+        return [self.config.block_size] * len(self.layers), self.config.block_size
 
 
 def left_pad(rows, device):

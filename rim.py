@@ -70,11 +70,11 @@ def stage2_weights(n_blocks):
     return [2 * k / (n_blocks * (n_blocks + 1)) for k in range(1, n_blocks + 1)]
 
 
-def memory_mask(readout):
-    """Who sees whom: readout (B,S), the block that a token reads out, 0 for question and blocks, -1 for padding ->
+def memory_mask(read_by):
+    """Who sees whom: read_by (B,S), the block that a token reads out, 0 for question and blocks, -1 for padding ->
     bool (B,1,S,S), True = attend. Everybody sees question and blocks before it, and what shares its read-out."""
     # padding sees padding, since the softmax over no key at all is nan
-    shared = (readout[:, None, :] == 0) | (readout[:, None, :] == readout[:, :, None])
+    shared = (read_by[:, None, :] == 0) | (read_by[:, None, :] == read_by[:, :, None])
     return shared.tril()[:, None]
 
 
@@ -187,11 +187,11 @@ class RiM(OwnRows, GPT):  # with LoRA the special tokens are trained beside the 
                 state[name] = state[name][:self.special.begin]
         return super().load_pretrained(state)
 
-    def forward(self, idx, targets=None, weights=None, at=None, positions=None, readout=None):
+    def forward(self, idx, targets=None, weights=None, at=None, positions=None, read_by=None):
         """idx (B,S) -> (logits (B,S,V), None). With targets, weights and at, the places b*S+s that predict them,
         (n,) each: (None, weighted nll in nats, summed over a row, mean over rows). positions (B,S): by default
-        0..S-1. readout (B,S): see memory_mask; by default causal."""
-        x = self.trunk(idx, positions, None if readout is None else memory_mask(readout))
+        0..S-1. read_by (B,S): see memory_mask; by default causal."""
+        x = self.trunk(idx, positions, None if read_by is None else memory_mask(read_by))
         if targets is None:
             return self.logits(x), None
         nll = self.nll(x.flatten(0, 1)[at], targets)  # the head is computed only where something is learned
@@ -354,7 +354,7 @@ class RiMBatches:
 @dataclass
 class CoconutConfig(MemoryConfig):
     """Stage j of K has j*M thoughts in place of the first j steps, the last stage in place of all."""
-    has_blocks = False  # in a number that could be chosen
+    has_blocks = False  # their number is fixed by training
 
     def stages(self, max_iters, learning_rate, epoch_iters):
         iters = iterations(self.epochs, epoch_iters, max_iters)

@@ -26,10 +26,10 @@ from data import Tokenizer, UNIT, read_text
 from data.records import blocks_text, encode_question
 from train import METHODS, open_checkpoint
 
-out_dir = 'out/tb_small'  # the run whose checkpoint is read
+out_dir = 'out/run'  # the run whose checkpoint is read
 checkpoint = ''  # instead: a checkpoint's path or a run's folder, such as out/tb_small/best.pt
 init_from = ''  # instead: a published model: gpt2, org/name on the Hugging Face hub, or a folder
-prompt = ''  # the text to continue, or a question; without it, a line break or any character, or one of the data's
+prompt = ''  # the text to continue or the question to answer; without it, a line break or a question of the data
 prompt_file = ''  # a file with the text to continue instead
 num_samples = 1  # continuations or answers
 max_new_tokens = 300  # tokens per continuation; with show it may be 0: the prompt alone
@@ -65,7 +65,7 @@ def paint(text, e):
 
 
 def coloured(tokenizer, tokens, effort, unit, terminal):
-    """Text with each token's effort as background and a legend; beside a terminal, numbers after the text."""
+    """Text with each token's effort as background and a legend; without a terminal, numbers after the text."""
     known = [e for e in effort if e is not None]
     mean = sum(known) / max(1, len(known))
     if not terminal:

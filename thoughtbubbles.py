@@ -3,7 +3,7 @@
     tokens          h         e         y          kappa = 2: at most 6 streams for 3 tokens
     block 0         h         e         y          one stream per token: so far a plain GPT
     fork         h' h      e' e      y' y          every stream may put a copy on its left
-    block 1      h' h      e' e      y' y          its score p dims what a stream says and what it learns
+    block 1      h' h      e' e      y' y          its score p scales what others read from it and its updates
     fork            h   e' e' e      y' y          the 6 best go on, a token's original always does
     block 2, 3      h   e' e' e      y' y
     merge           h   +--+--+      +--+          a token's streams, weighted by p, predict its successor
@@ -31,7 +31,7 @@ class ThoughtbubblesConfig(GPTConfig):
     fork_layers: tuple = (1, 2)  # fork before these blocks, counted from 0; the paper: 3,7,11 at every size
     kappa: float = 2.0  # budget: ceil(kappa * tokens) streams; the paper: 2 or 4
     merge: str = 'probs'  # a token's streams predict as one: probs | residual | for ablations: logits | rightmost
-    # p dims three things: a stream's key and its value, for those who attend to it, and the updates that it gets
+    # p scales three things: a stream's key and its value, for those who attend to it, and the updates that it gets
     attenuate_attention: bool | str = True  # ablations: False = neither of the two, or one alone: keys | values
     gate_updates: bool = True  # False (ablation): a stream is updated in full whatever its p
     random_forks: bool = False  # True (ablation): which streams survive is drawn at random
@@ -150,8 +150,8 @@ class Thoughtbubbles(GPT):
         # created after the core, so that the core starts from the same weights as a plain GPT of the same seed
         self.forks = nn.ModuleDict({str(layer): Fork(config) for layer in sorted(config.fork_layers)})
         self.plain = not self.forks and config.copies == 1  # one stream per token: the plain GPT
-        self.held = []  # see spent
-        self.normed = config.merge == 'logits' and not self.plain  # what trunk gives
+        self.held = []  # streaming: for each row the streams of each token read
+        self.normed = config.merge == 'logits' and not self.plain  # whether trunk's output has had the final norm
         for layer in self.layers:
             layer.attn.score_unit = config.head_width ** 0.5 if config.undivided_scores else 1.0
             if config.attenuate_attention == 'values':
@@ -278,8 +278,9 @@ class Thoughtbubbles(GPT):
             x, log_p, src = cache[0].feed(idx, pad)
         # only the last token's streams are decoded, at most n at the row's end
         last = src == idx.size(1) - 1
-        for held, n in zip(self.held, (last & alive(log_p)).sum(1).tolist()):
-            held.append(n)
+        if self.held:
+            for held, n in zip(self.held, (last & alive(log_p)).sum(1).tolist()):
+                held.append(n)
         n = int(last.sum(1).max())
         log_p = log_p[:, -n:].masked_fill(~last[:, -n:], PAD)
         if self.config.merge == 'probs':
@@ -290,11 +291,11 @@ class Thoughtbubbles(GPT):
     @torch.no_grad()
     def spent(self, prompts, new):
         """The streams that each token of prompts + new holds after the last block, in one pass over the last
-        block_size tokens of the finished text; None before. If the last call of generate was streaming: those of
-        the prompt's last and each new token when it was read."""
+        block_size tokens of the finished text; None before. If the last call of generate was streaming and there are
+        new tokens: those of the prompt's last and each new token when it was read."""
         if self.plain:
             return None
-        if self.held:
+        if self.held and any(new):
             return 'streams', [([None] * (len(p) - 1) + held + [None])[:len(p) + len(n)]
                                for p, n, held in zip(prompts, new, self.held)]
         numbers = []

@@ -44,13 +44,13 @@ min_lr = 1e-4  # at the end of the cosine
 warmup_iters = 100  # steps of linear warm-up
 warmup_share = 0.0  # above 0: this share of a stage's steps in place of warmup_iters
 weight_decay = 0.1  # on matrices and embeddings
-beta1 = 0.9  # AdamW
-beta2 = 0.99  # AdamW
+beta1 = 0.9  # AdamW: decay of the mean
+beta2 = 0.99  # AdamW: decay of the mean square
 grad_clip = 1.0  # largest gradient norm, 0 = unlimited
 # evaluation and output
 eval_interval = 250  # steps between evaluations; a checkpoint is written before each
 eval_rows = 512  # validation rows, the same ones at each evaluation
-snapshots = ()  # steps whose weights are kept, as step_N.pt: sample.py --over_training shows them
+snapshots = ()  # steps whose weights are kept, as step_N.pt, for sample.py --over_training
 plan = False  # print what the run needs on a number of GPUs, and end; nothing has to be there
 gpus = 8  # of a plan
 gpu_memory = 80.0  # of a plan: GB of each GPU
@@ -89,8 +89,7 @@ def build_model(checkpoint, path='checkpoint'):
 
 
 def learning_rate_at(stage, it):
-    """Linear warm-up to the stage's peak, then that, or a cosine down to min_lr, in proportion where its peak is
-    not learning_rate."""
+    """Linear warm-up to the stage's peak_lr, then constant or a cosine to min_lr * peak_lr / learning_rate."""
     it -= stage.first
     warmup = round(warmup_share * stage.iters) or warmup_iters
     if it < warmup:
@@ -190,7 +189,8 @@ def main(argv):
     run.load_optimizer(optimizer, scaler, stage)
     model = raw_model
     if run.ddp:
-        model = exchange = DistributedDataParallel(model, gradient_as_bucket_view=True)  # gradients exist once
+        # gradients exist once; buffers never change
+        model = exchange = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
     if run.compile:  # around DDP: the graph is cut at its buckets, and one is sent while the next is computed
         model = torch.compile(model)
     finished = stop_wanted = False

@@ -70,17 +70,17 @@ def loss_of(model, rows):
 def prefixes(model, on):
     """Which copies survive may depend on later tokens. What that is worth: the loss when every token is predicted
     from a row that ends before it, as in generation, and by streaming, against one pass over the whole row."""
-    prefixes = streaming = count = 0
+    reread = streamed = count = 0
     for idx, targets in on.slow:
         cache = []
         for t in progress(range(idx.size(1)), 'prefixes'):
             logits = model.next_logits(idx[:, :t + 1], None, None)
-            prefixes += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
+            reread += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
             logits = model.next_logits(idx[:, t:t + 1], None, cache)
-            streaming += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
+            streamed += F.cross_entropy(logits, targets[:, t], reduction='sum').item()
         count += targets.numel()
     n, loss = loss_of(model, on.slow).values()
-    numbers = {'in one pass': loss, 'by prefixes': prefixes / count, 'by streaming': streaming / count}
+    numbers = {'in one pass': loss, 'by prefixes': reread / count, 'by streaming': streamed / count}
     return {'slow rows': n, **{f'loss {how}': nats for how, nats in numbers.items()},
             **{f'perplexity {how}': perplexity(nats) for how, nats in numbers.items()}}
 

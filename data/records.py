@@ -300,6 +300,7 @@ class RecordData:
         self.test_set = None  # other test records
         self.records = {}
         self.encoded = {}
+        self.told = set()  # splits of which was said what is left out
         for split in ('train', 'val'):
             self.records[split], self.encoded[split] = self.read(split, config.max_steps)
 
@@ -323,8 +324,9 @@ class RecordData:
                 left_out[f'they do not fit into block_size = {self.config.block_size}'] += 1
             else:
                 fitting.append((record, encoded))
-        for why, n in left_out.items() if is_main() else ():
-            print(f'{self.dataset}: {n:,} of {n + len(fitting):,} {split} records are left out, {why}')
+        for why, count in left_out.items() if is_main() and split not in self.told else ():
+            print(f'{self.dataset}: {count:,} of {len(found):,} {split} records are left out, {why}')
+        self.told.add(split)
         if not fitting:
             raise UserError(f'dataset = {self.dataset!r}: no {split} record is left; raise block_size or '
                             'max_steps')

@@ -434,8 +434,11 @@ def test_attention_with_a_cache_is_causal_without_being_told():
 
 def test_flops_are_six_per_weight_and_token_plus_attention():
     model = gpt()
-    matrices = sum(p.numel() for p in model.layers.parameters()) + model.lm_head.weight.numel()
-    assert flops_per_token(model) == 6 * matrices + 2 * 12 * 16 * 16
+    in_blocks = 6 * sum(p.numel() for p in model.layers.parameters()) + 2 * 12 * 16 * 16
+    head = 6 * model.lm_head.weight.numel()
+    assert flops_per_token(model) == in_blocks + head
+    model.layers.extend([*model.layers])  # the same weights run twice
+    assert flops_per_token(model) == 2 * in_blocks + head
 
 
 def test_pretrained_weights_fill_a_larger_vocabulary():

@@ -46,9 +46,9 @@ def tiny(kind='rim', **settings):
 
 def tensors(row):
     """A single row: idx, targets, weights, positions and what it reads out, (1,S) each."""
-    tokens, targets, positions, readout = (torch.tensor([values]) for values in
+    tokens, targets, positions, read_by = (torch.tensor([values]) for values in
                                            (row.tokens, row.targets, row.positions, records.read_by(row)))
-    return tokens, targets, torch.tensor([row.weights], dtype=torch.double), positions, readout
+    return tokens, targets, torch.tensor([row.weights], dtype=torch.double), positions, read_by
 
 
 def some_row(n_mem=2, weights=(1.0, 1.0, 1.0)):
@@ -137,8 +137,8 @@ def test_weights_of_both_stages_by_hand():
 @pytest.mark.parametrize('n_mem', [1, 2, 3])
 def test_one_pass_equals_a_sequence_per_readout(n_mem):
     model, row = tiny(), some_row(n_mem)
-    idx, _, _, positions, readout = tensors(row)
-    logits = model(idx, positions=positions, readout=readout)[0][0]
+    idx, _, _, positions, read_by = tensors(row)
+    logits = model(idx, positions=positions, read_by=read_by)[0][0]
     for k, tokens in enumerate([[5, 6], [7], [8, 9, 5]], 1):
         own = [i for i, (kind, block) in enumerate(zip(row.kind, row.block))
                if block <= k and (kind != 'readout' or block == k)]
@@ -148,11 +148,11 @@ def test_one_pass_equals_a_sequence_per_readout(n_mem):
 
 def test_readouts_see_neither_each_other_nor_are_they_seen():
     model, row = tiny(), some_row()
-    idx, _, _, positions, readout = tensors(row)
-    before = model.trunk(idx, positions, rim.memory_mask(readout))[0]
+    idx, _, _, positions, read_by = tensors(row)
+    before = model.trunk(idx, positions, rim.memory_mask(read_by))[0]
     changed = [i for i, (kind, block) in enumerate(zip(row.kind, row.block)) if kind == 'readout' and block == 2]
     idx[0, changed] = 9
-    after = model.trunk(idx, positions, rim.memory_mask(readout))[0]
+    after = model.trunk(idx, positions, rim.memory_mask(read_by))[0]
     same = [i for i in range(len(row.tokens)) if i not in changed]
     assert torch.equal(before[same], after[same])
     assert (before[changed] - after[changed]).abs().min(1).values.max() > 1e-6
@@ -161,11 +161,11 @@ def test_readouts_see_neither_each_other_nor_are_they_seen():
 @pytest.mark.parametrize('k', [1, 2, 3])
 def test_gradients_reach_a_readouts_blocks_and_no_later_one(k):
     model, row = tiny(), some_row()
-    idx, targets, _, positions, readout = tensors(row)
+    idx, targets, _, positions, read_by = tensors(row)
     x = model.wte(idx).detach().requires_grad_()
     hidden = x
     for block in model.layers:
-        hidden = block(hidden, model.rope(positions), rim.memory_mask(readout))
+        hidden = block(hidden, model.rope(positions), rim.memory_mask(read_by))
     own = [i for i, kind in enumerate(row.kind) if row.targets[i] >= 0 and row.block[i] == k]
     F.cross_entropy(model.logits(hidden)[0, own], targets[0, own]).backward()
     size = x.grad[0].abs().sum(1)
@@ -201,8 +201,8 @@ def test_without_blocks_it_is_the_plain_gpt():
 def test_coconut_feeds_hidden_states_back_and_gradients_through_all_passes():
     model = tiny('coconut')
     row = build_row([1, 2, 3], [[5, 6]], [1.0], 2, SPECIAL)
-    idx, targets, weights, positions, readout = tensors(row)
-    logits = model(idx, positions=positions, readout=readout)[0][0]
+    idx, targets, weights, positions, read_by = tensors(row)
+    logits = model(idx, positions=positions, read_by=read_by)[0][0]
     x, rope = model.wte(idx), model.rope(positions)
 
     def run(x):
@@ -214,7 +214,7 @@ def test_coconut_feeds_hidden_states_back_and_gradients_through_all_passes():
         x = torch.cat((x[:, :column], model.ln_f(run(x))[:, column - 1:column], x[:, column + 1:]), dim=1)
     assert (model.logits(run(x))[0] - logits).abs().max() < 1e-9
     # the question reaches the loss through the thoughts alone if the answer can't see it
-    mask = rim.memory_mask(readout)
+    mask = rim.memory_mask(read_by)
     mask[:, :, 6:, :4] = False
     from_wte = []
     for detach in (False, True):
@@ -460,8 +460,8 @@ def test_coconut_and_plain_answers_equal_rereading():
             for _ in range(5):
                 full = build_row(question, [out or [0]], [1.0], 3, model.special)
                 n = len(question) + 5 + len(out)
-                idx, _, _, positions, readout = (t[:, :n] for t in tensors(full))
-                logits = model(idx, positions=positions, readout=readout)[0][0, -1]
+                idx, _, _, positions, read_by = (t[:, :n] for t in tensors(full))
+                logits = model(idx, positions=positions, read_by=read_by)[0][0, -1]
                 token = answer_log_probs(model, logits).argmax().item()
                 if token == model.special[3]:
                     break
@@ -727,6 +727,7 @@ def test_test_questions_that_do_not_fit_are_left_out_and_counted(dataset, capsys
     monkeypatch.setattr(records, 'read_records', lambda *a: [records.Record('12+1?', [], '13', ''), *read(*a)])
     source.config.block_size = 7  # '12+1?' and its line break leave room for half its answer
     assert len(source.test_records(10)) == 9 and '1 of 10 test records are left out' in capsys.readouterr().out
+    assert len(source.test_records(10)) == 9 and not capsys.readouterr().out  # said once
     source.config.block_size = 8
     assert len(source.test_records(10)) == 10
     source.config.block_size = 5  # '1+1?' and its line break fill it
@@ -795,3 +796,5 @@ def test_records_with_too_many_steps_or_tokens_are_left_out_and_counted(dataset,
     assert '17 of 50 train records are left out, they have more steps than max_steps = 2' in out
     assert batches(dataset, block_size=18).epoch_iters < 13
     assert 'do not fit into block_size = 18' in capsys.readouterr().out
+    batches(dataset, max_steps=2, block_size=18)  # both reasons count from the same number
+    assert capsys.readouterr().out.count('of 50 train records are left out') == 2

@@ -368,6 +368,7 @@ def test_streaming_tells_what_was_held_while_generating():
     assert held[0][3] == int((src == 3).sum())
     for n, token in zip(held[0][4:], new[0][:12]):
         assert first.feed(torch.tensor([[token]]))[0].size(1) == n
+    assert None not in model.spent([[1, 2]], [[]])[1][0]  # another text, which was not generated
     model.complete(prompts, 2)
     assert None not in model.spent([[1, 2]], [[3]])[1][0]  # no longer what was held, but one pass
     with pytest.raises(UserError, match='use_cache = False: streaming'):

@@ -7,6 +7,7 @@ import runpy
 import urllib.request
 import zipfile
 from types import SimpleNamespace
+from unittest.mock import NonCallableMock  # unlike a SimpleNamespace, a key of a cache
 
 import pytest
 import torch
@@ -222,7 +223,7 @@ def words(text):
 
 
 def tokenizer(**about):
-    return SimpleNamespace(**{**dict(begin=[], bos=None, end=None, n_text=9, encode=words, decode=str), **about})
+    return NonCallableMock(**{**dict(begin=[], bos=None, end=None, n_text=9, encode=words, decode=str), **about})
 
 
 def test_context_and_continuation_are_encoded_together_and_cut_after_the_context():

@@ -6,6 +6,7 @@ finds likeliest. prepare.py makes the files: <task>.jsonl, and blimp/<paradigm>.
 There are two forms. "ours" gives the texts as they stand in the files. "harness" is lm-evaluation-harness's:
 BLiMP's sentences follow a space and the tokenizer's BOS, HellaSwag's texts lose the marks of their source.
 """
+import functools
 import os
 import re
 import zlib
@@ -133,6 +134,7 @@ def parse(name, entry, form, where):
 
 # --- ids, and what comes of their log-likelihoods ---
 
+@functools.cache  # it decodes the whole vocabulary
 def opening(tokenizer, form):
     """Ids before a text that has no context; a vocabulary of characters has none."""
     if tokenizer.begin:
