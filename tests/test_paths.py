@@ -115,3 +115,13 @@ def test_the_table_has_the_means_of_each_kind_of_stream(monkeypatch):
                     assert row[path] == pytest.approx(mean, abs=1e-12)
                 assert row['sum'] == pytest.approx(sum(row[path] for path in PATHS), abs=1e-12)
     assert paths(bubbles(fork_layers=()), None) == {}
+
+
+def test_where_all_predictions_are_equally_uncertain_no_token_is_above_the_others():
+    model = bubbles(tie_weights=False).eval()
+    model.lm_head.weight.data.zero_()
+    with torch.no_grad():
+        table = paths(model, On([(IDX, TARGETS)], [], None, {}, 2, 0, 2))['d loss / d log p']
+    assert {(row['per token'], row['mean p'], row['sum']) for row in table if row['tokens'] == 'uncertain'} == {
+        (None, None, None)}
+    assert all(row['per token'] >= 0.5 for row in table if row['tokens'] == 'others')
