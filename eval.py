@@ -136,7 +136,7 @@ def main(argv):
     settings, _, given = load_settings(__file__, argv)
     globals().update(settings)
     measured = 'dataset', 'beside', 'n_mem', 'kappa', 'test_set'  # what the measures alone need
-    for name in ((*measured, 'checkpoint', 'tasks', 'form') if curves else
+    for name in ((*measured, 'out_dir', 'checkpoint', 'tasks', 'form') if curves else
                  (*measured, 'slow_rows') if tasks else ('form',)):
         if name in given:
             raise UserError(f'{name} = {settings[name]!r}: has no effect with'

@@ -177,14 +177,16 @@ def test_a_picture_has_a_panel_for_each_table_of_losses_and_a_line_for_each_run(
     pyplot = pytest.importorskip('matplotlib.pyplot', reason='pip install matplotlib')
     figures = []
     monkeypatch.setattr(pyplot, 'close', figures.append)
-    losses = [{'tokens': 0, 'a': 3.0, 'b': 3.5}, {'tokens': 640, 'a': 2.0, 'b': None},
-              {'tokens': 1920, 'a': None, 'b': 1.5}]
-    tables = {'runs': [{'run': 'a', 'method': 'gpt'}], 'loss over tokens': losses, 'difference to a over tokens': []}
-    assert draw(tables, 'a title', str(tmp_path / 'a.png')) and (tmp_path / 'a.png').exists()
-    panel, = figures[0].axes
-    assert (panel.get_title(), panel.get_xlabel(), figures[0].get_suptitle()) == ('loss over tokens', 'tokens', 'a title')
+    losses = [{'tokens': 0, 'a$_$': 3.0, 'b': 3.5}, {'tokens': 640, 'a$_$': 2.0, 'b': None},
+              {'tokens': 1920, 'a$_$': None, 'b': 1.5}]
+    tables = {'runs': [{'run': 'a$_$', 'method': 'gpt'}], 'loss over tokens': losses,
+              'difference to a$_$ over tokens': [{'tokens': 0, 'b': 0.5}], 'nothing': []}  # which is no formula
+    assert draw(tables, 'a$_$', str(tmp_path / 'a.png')) and (tmp_path / 'a.png').exists()
+    panel, difference = figures[0].axes
+    assert (panel.get_title(), panel.get_xlabel(), panel.get_ylabel()) == ('loss over tokens', 'tokens', '')
     assert {line.get_label(): line.get_xydata().tolist() for line in panel.lines} == {
-        'a': [[0, 3.0], [640, 2.0]], 'b': [[0, 3.5], [1920, 1.5]]}
+        'a$_$': [[0, 3.0], [640, 2.0]], 'b': [[0, 3.5], [1920, 1.5]]}
+    assert [line.get_label() for line in difference.lines] == ['b']
 
 
 def test_curves_that_cannot_be_compared_are_refused_in_one_line(run, tmp_path):
