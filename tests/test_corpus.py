@@ -319,4 +319,4 @@ def test_what_pycode_cannot_be_made_of_is_named_in_one_line(pycode, tmp_path, mo
     refused('second-2.0-py3-none-any.whl is not there or is broken')
     path.write_bytes(content)
     sample = sum(map(len, KEPT[::7]))
-    refused(f'the packages have too little text, {sample:,} characters, for a tokenizer of 4096 tokens', VOCAB=4096)
+    refused(f'the packages have too little text, {sample:,} characters, for a tokenizer of 4096', VOCAB=4096)

@@ -85,7 +85,7 @@ def test_an_ablation_has_no_gradient_through_what_it_takes_out():
 
 def test_the_table_has_the_means_of_each_kind_of_stream(monkeypatch):
     monkeypatch.setattr('config.paths.HARD', 0.5)
-    model = bubbles(fork_layers=(1, 2), kappa=1.5).eval()
+    model = bubbles(fork_layers=(2, 1), kappa=1.5).eval()  # named in any order
     before = model(IDX, TARGETS)[1].item()
     with torch.no_grad():
         table = paths(model, On([(IDX, TARGETS)], [], None, {}, 2, 0, 2))['d loss / d log p']
