@@ -140,7 +140,7 @@ def main(argv):
     if tasks:
         idle, when = (*measured, 'slow_rows'), 'with tasks'
     if curves:
-        idle, when = (*measured, 'checkpoint', 'tasks', 'form'), 'with curves'
+        idle, when = (*measured, 'out_dir', 'checkpoint', 'tasks', 'form'), 'with curves'
     for name in idle:
         if name in given:
             raise UserError(f'{name} = {settings[name]!r}: has no effect {when}')

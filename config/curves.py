@@ -30,8 +30,7 @@ def read_run(folder):
 
 def validation_rows(saved):
     """What the validation rows of a checkpoint's run depend on."""
-    settings = saved['settings']
-    return settings['dataset'], settings['eval_rows'], saved['model_config']['block_size']
+    return saved['meta'], saved['settings']['eval_rows'], saved['model_config']['block_size']
 
 
 def compare(folders):

@@ -1,6 +1,7 @@
 """What eval.py measures of the gradients of Thoughtbubbles, in the form of config/measures.py: why a score goes up
 or down. A stream's p is read in four ways: by those who attend to it, as a key's bias and as a value's factor; by
 its own updates, as a gate; and by the merge. One number serves all four, and they may want different things."""
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -107,17 +108,18 @@ def paths(model, on):
             src = src.cpu()
             columns.append(torch.stack([entropy.gather(1, src), is_original(src),
                                         *(t.cpu().double() for t in (log_p.exp(), *by_path.values()))]).flatten(1))
-    limit = torch.cat(of_tokens).quantile(HARD)
+    limit = float(np.quantile(torch.cat(of_tokens), HARD))  # torch's own takes 2 ** 24 numbers at most
     table = []
     for layer, columns in found.items():
         entropy, original, p, *by_path = torch.cat(columns, dim=1)
         uncertain = entropy > limit
         for tokens, group in (('uncertain', uncertain), ('others', ~uncertain)):
+            n_tokens = int((group & (original == 1)).sum())  # 0 where all entropies are the same
             for streams, kind in (('originals', original == 1), ('copies', original == 0)):
                 here = group & kind
                 n = int(here.sum())
                 means = [column[here].mean().item() if n else None for column in (p, *by_path, sum(by_path))]
                 table.append({'fork before block': layer, 'tokens': tokens, 'streams': streams,
-                              'per token': n / int((group & (original == 1)).sum()),
+                              'per token': n / n_tokens if n_tokens else None,
                               **dict(zip(('mean p', *PATHS, 'sum'), means))})
     return {'d loss / d log p': table}

@@ -247,6 +247,9 @@ class Run:
         if self.resume:
             self.say(f'resuming {self.start_path} at step {it}, best validation loss so far {best_val_loss:.4f}'
                      + (f'; changed: {self.changes}' if self.changes else ''))
+        late = [n for n in s['snapshots'] if n < it and not os.path.exists(f'{self.out_dir}/step_{n}.pt')]
+        if late:
+            self.say(f'snapshots: too late for {late}, the run is at step {it}')
         self.say(f'{s["method"]}: {sum(p.numel() for p in model.parameters()):,} parameters, '
                  f'{flops_per_token(model) / 1e6:.1f} MFLOPs per token; {s["dataset"]}: '
                  f'{s["batch_size"] * s["grad_accum"]} rows per step, {epoch_iters:.0f} steps an epoch')

@@ -45,6 +45,7 @@ def draw(numbers, title, path):
     except ImportError:
         return False
     matplotlib.use('Agg')
+    matplotlib.rcParams['text.parse_math'] = False  # a name's $ begins no formula
     from matplotlib import pyplot
     tables = {name: value for name, value in numbers.items()
               if isinstance(value, list) and value and not isinstance(list(value[0].values())[1], str)}
@@ -54,12 +55,11 @@ def draw(numbers, title, path):
                                      layout='constrained')
     for panel, (name, table) in zip(panels[0], tables.items()):
         x, y = list(table[0])[:2]
-        across = [row[x] if isinstance(row[x], float) else str(row[x]).replace('$', r'\$') for row in table]
+        across = [row[x] if isinstance(row[x], float) else str(row[x]) for row in table]
         if ' over ' in name:
             for column in list(table[0])[1:]:
                 known = [(row[x], row[column]) for row in table if row[column] is not None]
-                panel.plot([place for place, _ in known], [value for _, value in known], 'o-',
-                           label=column.replace('$', r'\$'))
+                panel.plot([place for place, _ in known], [value for _, value in known], 'o-', label=column)
             panel.legend()
         elif name in POINTS:
             colour = list(table[0])[2]

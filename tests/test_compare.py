@@ -9,6 +9,7 @@ import sys
 import types
 
 import pytest
+import torch
 
 import bench
 import config
@@ -136,6 +137,7 @@ def test_each_config_is_searched_and_then_run_with_other_seeds_at_its_best_rate(
     said = capsys.readouterr().out
     losses, differences = said.split('\nlosses\n')[1].split('\ndifferences\n')
     row = next(line.split() for line in losses.splitlines() if line.split()[:1] == ['tb'])
+    assert 1.5 < float(row[3]) < 3  # FLOPs over those of the plain one
     assert row[1:3] == ['40', '16'] and row[4:] == ['0.004', 'no', '3', '2.0600', '0.0115']  # 0.02 / sqrt(3)
     assert ['tb', 'plain', '3', '0.0300', '0.0058'] in [line.split() for line in differences.splitlines()]
 
@@ -199,6 +201,14 @@ def test_the_plain_gpt_with_equal_flops_has_more_steps_or_the_nearest_width(plac
         assert found.name.startswith(f'plain_{number}=')
 
 
+def test_methods_that_cost_nearly_the_same_share_a_control_with_no_fewer_flops(place, monkeypatch):
+    monkeypatch.setattr(compare, 'equal_flops', 'both')
+    plain, sft = compare.read_run('plain.py'), compare.read_run('sft.py --epochs=3')
+    least, most = ([run.name for run in compare.controls(plain, plain.flops * more)] for more in (1.81, 1.9))
+    assert least == most and 'plain_max_iters=76' in most
+    assert 'sft_epochs=3_epochs=5.7' in [run.name for run in compare.controls(sft, sft.flops * 1.81)]
+
+
 def test_a_run_from_other_weights_has_their_shape_and_no_wider_control(run, place):
     run('start', n_layer=2, n_embd=24)
     (place / 'tuned.py').write_text(
@@ -241,6 +251,10 @@ def test_a_run_that_fails_is_named_with_its_last_line_and_tried_again(trainings,
     assert 'tb_lr=0.008_seed=1 failed: error: step 4: loss nan: it has diverged\n' in said
     assert 'plain_lr=0.002_seed=3 failed: ended with status 1\n' in said
     assert ['tb', 'plain', '1', '0.0200', '-'] in [line.split() for line in said.splitlines()]  # one pair is left
+    path = 'cmp/plain_lr=0.002_seed=1'  # one that a signal has stopped ends well, but before its last step
+    with open(f'{path}/log.jsonl', 'w') as f:
+        f.write('{"iter": 20, "val_loss": 1.0}')
+    assert compare.outcome(types.SimpleNamespace(steps=40), 0, path) == {'failed': 'step 40: well done'}
     trainings.fail = {}
     n = len(trainings)
     assert not any('failed' in r for r in run('--seeds=2')['results'].values()) and len(trainings) == n + 2
@@ -284,6 +298,8 @@ def test_a_plan_says_the_hours_and_makes_nothing(trainings, capsys, monkeypatch,
     (['--configs=plain.py,nothing.py'], 'nothing.py'),
     (['--configs=plain.py,other.py'], "other' in other.py, '"),
     (['--configs=plain.py,tb.py --eval_rows=16'], 'eval_rows = 16 in tb.py --eval_rows=16, 8 in plain.py'),
+    (['--configs=plain.py,tb.py --block_size=8'], 'block_size = 8 in tb.py --block_size=8, 16 in plain.py'),
+    (['--configs=plain.py,tb.py --vocab_size=30'], 'vocab_size = 30 in tb.py --vocab_size=30, '),
     (['--configs=tb.py,plain.py'], 'tb.py stands first and is no plain GPT'),
     (['--configs=plain.py,tb.py,tb.py'], 'two runs would have the same name'),
     (['--configs=sft.py,cot.py'], 'the loss of cot.py counts written steps'),
@@ -328,11 +344,17 @@ def test_an_interval_is_students():
         assert claims.verdict([shift, shift + 1, shift + 2], 'above')[0] == word
     many = [float(i % 2) for i in range(200)]
     assert claims.verdict([x - 0.4 for x in many], 'above')[0] == 'holds'  # 0.1 is 2.8 errors
+    for degrees, quantile in enumerate(claims.STUDENT, 1):
+        x = torch.linspace(0, quantile, 10_001, dtype=torch.float64)
+        density = (1 + x ** 2 / degrees) ** (-(degrees + 1) / 2)
+        density *= math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / math.sqrt(degrees * math.pi)
+        assert 0.5 + torch.trapezoid(density, x).item() == pytest.approx(0.975, abs=3e-4)
 
 
 def test_a_claim_is_judged_by_the_seeds_that_both_have(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, 'FOLDER', str(tmp_path))
-    values = {'a': {'1': 1.0, '2': 1.1, '3': 0.9, '4': 50.0}, 'b': {'3': 2.0, '2': 2.2, '1': 2.1}, 'c': {'9': 1.0}}
+    values = {'a': {'1': 1.0, '2': 1.1, '3': 0.9, '4': 50.0}, 'b': {'3': 2.0, '2': 2.2, '1': 2.1}, 'c': {'9': 1.0},
+              'a + 0.105': {'1': 1.104, '2': 1.206, '3': 1.005}}
     (tmp_path / 'x.json').write_text(json.dumps({'from': 'y', 'values': values}))
 
     def judge(file, first, direction, second):
@@ -345,6 +367,9 @@ def test_a_claim_is_judged_by_the_seeds_that_both_have(tmp_path, monkeypatch):
     assert judge('x', 'a', 'below', 'd') == ('', 'not measured', 'x.json: no d')
     assert judge('x', 'a', 'below', 'c') == ('', 'not measured', 'x.json: no seed of both')
     assert judge('z', 'a', 'below', 'b') == ('', 'not measured', 'no results/z.json')
+    # near is a tenth of the second number, of 1.000 and of 1.105
+    assert judge('x', 'a + 0.105', 'near', 'a')[1] == 'does not'
+    assert judge('x', 'a', 'near', 'a + 0.105')[1] == 'holds'
 
 
 def test_the_page_is_what_the_command_writes():
@@ -367,5 +392,8 @@ def test_the_configs_that_a_claim_names_are_there_and_numbers_have_a_name():
         assert (names or not claim.command) and claim.direction in ('below', 'above', 'near'), claim
         for name in names:
             assert os.path.exists(os.path.join(ROOT, 'config', name + '.py')), claim
+        if 'config.compare' in claim.command:  # they are the names that it gives to these runs
+            texts = re.findall(r'config/(\w+)\.py( --[^"]+)?', claim.command)
+            assert {claim.first, claim.second} <= {name + more.replace(' --', '_') for name, more in texts}, claim
     known = {claim.file + '.json' for claim in rows}
     assert {*os.listdir(claims.FOLDER)} <= known  # a file that no claim reads would be an unread result

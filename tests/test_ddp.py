@@ -13,7 +13,7 @@ def command(tmp_path, dataset):
     """command(out, **settings): the command line of a tiny run."""
     def command(out, **settings):
         tiny = dict(dataset=dataset, batch_size=2, grad_accum=6, max_iters=6, warmup_iters=100, eval_interval=3,
-                    eval_rows=9, dropout=0.1, threads=1, out_dir=tmp_path / out)
+                    eval_rows=9, dropout=0.1, threads=1, snapshots='2', out_dir=tmp_path / out)
         return arguments(**{**tiny, **settings})
     return command
 
@@ -36,9 +36,10 @@ def test_processes_compute_what_one_would(command, tmp_path):
     status, output = train_on(3, tmp_path, jobs)
     assert status == 0 and output.count('a sample at temperature') == 1, output
     for pair in pairs:
-        one, three = (load_checkpoint(str(tmp_path / name / 'ckpt.pt')) for name in pair)
-        for key, weight in one['model'].items():
-            assert (weight - three['model'][key]).abs().max() < 1e-6, (pair, key)
+        for file in ('step_2.pt', 'ckpt.pt'):
+            one, three = (load_checkpoint(str(tmp_path / name / file)) for name in pair)
+            for key, weight in one['model'].items():
+                assert (weight - three['model'][key]).abs().max() < 1e-6, (pair, key)
         for mine, theirs in zip(one['optimizer']['state'].values(), three['optimizer']['state'].values(),
                                 strict=True):
             assert all(torch.allclose(mine[k], theirs[k], atol=1e-6) for k in mine)

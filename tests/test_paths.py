@@ -85,7 +85,7 @@ def test_an_ablation_has_no_gradient_through_what_it_takes_out():
 
 def test_the_table_has_the_means_of_each_kind_of_stream(monkeypatch):
     monkeypatch.setattr('config.paths.HARD', 0.5)
-    model = bubbles(fork_layers=(1, 2), kappa=1.5).eval()
+    model = bubbles(fork_layers=(2, 1), kappa=1.5).eval()  # named in any order
     before = model(IDX, TARGETS)[1].item()
     with torch.no_grad():
         table = paths(model, On([(IDX, TARGETS)], [], None, {}, 2, 0, 2))['d loss / d log p']
@@ -115,3 +115,13 @@ def test_the_table_has_the_means_of_each_kind_of_stream(monkeypatch):
                     assert row[path] == pytest.approx(mean, abs=1e-12)
                 assert row['sum'] == pytest.approx(sum(row[path] for path in PATHS), abs=1e-12)
     assert paths(bubbles(fork_layers=()), None) == {}
+
+
+def test_where_all_predictions_are_equally_uncertain_no_token_is_above_the_others():
+    model = bubbles(tie_weights=False).eval()
+    model.lm_head.weight.data.zero_()
+    with torch.no_grad():
+        table = paths(model, On([(IDX, TARGETS)], [], None, {}, 2, 0, 2))['d loss / d log p']
+    assert {(row['per token'], row['mean p'], row['sum']) for row in table if row['tokens'] == 'uncertain'} == {
+        (None, None, None)}
+    assert all(row['per token'] >= 0.5 for row in table if row['tokens'] == 'others')

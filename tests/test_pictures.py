@@ -13,6 +13,9 @@ import eval as evaluation
 import sample
 import train
 from config import UserError
+from config.checkpoint import load_checkpoint
+from config.curves import compare, validation_rows
+from config.tables import draw
 from conftest import write_records, write_text
 from data import Tokenizer
 
@@ -132,12 +135,12 @@ def test_curves_tell_when_a_run_reaches_the_first_ones_final_loss(run, tmp_path,
     for name, settings in dict(first={}, better=dict(method='cyb'), never={}, wider=dict(grad_accum=3),
                                others=dict(eval_rows=4)).items():
         run(name, max_iters=1, **settings)
-    losses_of = dict(first=[3.0, 2.0, 1.0, 1.5], better=[3.0, 1.4, 1.2], never=[3.0, 1.6], wider=[3.0, 1.5],
+    losses_of = dict(first=[3.0, 2.0, 1.0, 1.5], better=[3.0, 9.0, 1.2], never=[3.0, 1.6], wider=[3.0, 1.5],
                      others=[3.0, 1.7])
     for name, losses in losses_of.items():
         logged(tmp_path / name, losses)
     with open(tmp_path / 'better' / 'log.jsonl', 'a', encoding='utf-8') as f:
-        f.write('\n{"iter": 30, "val_lo')
+        f.write('\n{"iter": 10, "val_loss": 1.4}\n{"iter": 30, "val_lo')  # the later loss of a step counts
     capsys.readouterr()
     evaluation.main([f'--curves={",".join(runs)}', f'--output={tmp_path}/new/curves'])
     out = capsys.readouterr().out
@@ -165,6 +168,25 @@ def test_curves_tell_when_a_run_reaches_the_first_ones_final_loss(run, tmp_path,
     never = next(line.split() for line in out.splitlines() if line.split()[:1] == [runs[2]])
     assert never[-3:] == ['1.6000', '-', '-']
     assert (tmp_path / 'new' / 'curves.png').exists() == (importlib.util.find_spec('matplotlib') is not None)
+    saved = load_checkpoint(f'{runs[0]}/ckpt.pt')
+    for part, name in (('meta', 'sha256'), ('settings', 'eval_rows'), ('model_config', 'block_size')):
+        assert validation_rows({**saved, part: {**saved[part], name: 'another'}}) != validation_rows(saved)
+
+
+def test_a_picture_has_a_panel_for_each_table_of_losses_and_a_line_for_each_run(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip('matplotlib.pyplot', reason='pip install matplotlib')
+    figures = []
+    monkeypatch.setattr(pyplot, 'close', figures.append)
+    losses = [{'tokens': 0, 'a$_$': 3.0, 'b': 3.5}, {'tokens': 640, 'a$_$': 2.0, 'b': None},
+              {'tokens': 1920, 'a$_$': None, 'b': 1.5}]
+    tables = {'runs': [{'run': 'a$_$', 'method': 'gpt'}], 'loss over tokens': losses,
+              'difference to a$_$ over tokens': [{'tokens': 0, 'b': 0.5}], 'nothing': []}  # which is no formula
+    assert draw(tables, 'a$_$', str(tmp_path / 'a.png')) and (tmp_path / 'a.png').exists()
+    panel, difference = figures[0].axes
+    assert (panel.get_title(), panel.get_xlabel(), panel.get_ylabel()) == ('loss over tokens', 'tokens', '')
+    assert {line.get_label(): line.get_xydata().tolist() for line in panel.lines} == {
+        'a$_$': [[0, 3.0], [640, 2.0]], 'b': [[0, 3.5], [1920, 1.5]]}
+    assert [line.get_label() for line in difference.lines] == ['b']
 
 
 def test_curves_that_cannot_be_compared_are_refused_in_one_line(run, tmp_path):
@@ -174,6 +196,13 @@ def test_curves_that_cannot_be_compared_are_refused_in_one_line(run, tmp_path):
     (tmp_path / 'empty').mkdir()
     logged(tmp_path / 'empty', [])
     logged(tmp_path, [1.0])
+    logged(tmp_path / 'records', [2.0])  # before its first step
+    evaluation.main([f'--curves={tmp_path}/records', f'--output={tmp_path}/one'])  # one run has no difference
+    one = json.loads((tmp_path / 'one.json').read_text('utf-8'))
+    assert one['runs'][0]['records'] == 0 and list(one.values())[-1] == []
+    logged(tmp_path / 'records', [2.0, 1.0])
+    one, _ = compare([f'{tmp_path}/records'])
+    assert one['loss over records'][1]['records'] == 10 * 4  # a row is a record
     for second, message in [('records', 'records has losses in nats per record, .*text in nats per token'),
                             ('other', 'or its tokenizer is another'), ('nowhere', 'nowhere/log.jsonl is not there'),
                             ('empty', 'empty/log.jsonl holds no validation loss yet'),

@@ -316,6 +316,7 @@ COMMANDS = [
     ('eval.py --curves={gpt},{out}', 'curves: ...out/log.jsonl is not there: give folders of runs'),
     ('eval.py --curves={gpt},,', 'curves: a name is empty'),
     ('eval.py --curves={gpt} --kappa=3', 'kappa = 3.0: has no effect with curves'),
+    ('eval.py --curves={gpt} --out_dir={out}', 'out_dir = ...: has no effect with curves'),
     ('eval.py --curves={gpt},{rim}', 'has losses in nats per record, ...run_gpt in nats per token'),
     ('eval.py --out_dir={rim} --n_mem=-1', 'n_mem = -1: must be at least 1'),
     ('eval.py --out_dir={gpt} --tasks=boolq',
