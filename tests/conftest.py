@@ -29,8 +29,6 @@ ROWS = [{'question': f'{a}+{b}?',
          'answer': str(a + b + n)} for a in range(1, 6) for b in range(1, 5) for n in range(3)]
 CHARACTERS = sorted('0123456789+=?\n')  # of ROWS
 TEXT = ''.join(f'{i} plus {i % 7} is {i + i % 7}.\n' for i in range(200))[:3000]  # 18 characters
-
-
 drawn = {}  # what a picture shows -> the first such picture, or None
 
 
@@ -163,7 +161,7 @@ def torchrun(processes, script, *arguments, timeout=300):
 
 
 def train_as_one_of(port, number, rank, world, command, report, killed_in):
-    """One of the processes of a run, which meet in a store under its number; torchrun would set the environment."""
+    """One of the processes of a run, which meet in a store under its number; what torchrun would set is set."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     store = dist.PrefixStore(f'run {number}', dist.TCPStore('localhost', port, is_master=False))
     dist.init_process_group = functools.partial(dist.init_process_group, store=store, rank=rank, world_size=world)
@@ -174,8 +172,8 @@ def train_as_one_of(port, number, rank, world, command, report, killed_in):
 def train_on(processes, folder, jobs, timeout=300):
     """Train on several processes, one run after the other, each in at most `timeout` seconds. jobs: (command line,
     more) each; more may have report, whether the finished run makes its report, and killed_in, the step in which
-    all of its processes are killed. Returns what they print. A run that fails or hangs fails the test, its processes
-    are killed."""
+    all of its processes are killed. Returns what they print. A run that fails or hangs fails the test, and its
+    processes are killed."""
     store, output = dist.TCPStore('localhost', 0, is_master=True, wait_for_workers=False), folder / 'output'
     for number, (command, more) in enumerate(jobs):
         killed_in = more.get('killed_in')
