@@ -1,5 +1,6 @@
 """What the tests share: small data sets, a tiny run, several processes."""
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -7,13 +8,17 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import train
+from config import tables
 from config.checkpoint import load_checkpoint
 from data.records import write_record_dataset
 from data.text import write_text_dataset
@@ -24,11 +29,27 @@ ROWS = [{'question': f'{a}+{b}?',
          'answer': str(a + b + n)} for a in range(1, 6) for b in range(1, 5) for n in range(3)]
 CHARACTERS = sorted('0123456789+=?\n')  # of ROWS
 TEXT = ''.join(f'{i} plus {i % 7} is {i + i % 7}.\n' for i in range(200))[:3000]  # 18 characters
+drawn = {}  # what a picture shows -> the first such picture, or None
+
+
+def draw_once(numbers, title, path, draw=tables.draw):
+    """A picture takes half a second. Of those with the same columns and types of values one is drawn."""
+    shown = frozenset((name, column, type(value), '$' in str(value))  # a dollar begins a formula
+                      for name, table in numbers.items() if isinstance(table, list)
+                      for row in table for column, value in row.items())
+    if shown not in drawn:
+        drawn[shown] = Path(path).read_bytes() if draw(numbers, title, path) else None
+    elif drawn[shown]:
+        Path(path).write_bytes(drawn[shown])
+    return bool(drawn[shown])
 
 
 @pytest.fixture(autouse=True)
-def reproducible():
+def reproducible(monkeypatch):
+    """And quick."""
     torch.manual_seed(0)
+    monkeypatch.setattr(tables, 'draw', draw_once)
+    monkeypatch.setattr(os, 'fsync', os.fstat)  # no test cuts the power
 
 
 # --- data sets, each in a folder of its own, whose path is returned ---
@@ -61,13 +82,13 @@ def arguments(**settings):
 
 
 @contextlib.contextmanager
-def interrupted(step):
-    """A SIGTERM arrives when the loop is in that step."""
+def interrupted(step, number=signal.SIGTERM):
+    """A signal arrives when the loop is in that step."""
     rate = train.learning_rate_at
 
     def learning_rate_at(stage, it):
         if it == step:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         return rate(stage, it)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, 'learning_rate_at', learning_rate_at)
@@ -101,21 +122,27 @@ def read_log(folder):
 
 # --- other processes ---
 
-def train_apart(argv, output):
-    """train.py in this process, what it prints in a file."""
+def apart(output, function, *arguments):
+    """Start function(*arguments) in a process of its own, which adds what it prints to the file `output`. It is
+    forked from a process that has the modules already, which take seconds."""
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload(['__main__', 'conftest', 'torch._dynamo', 'torch.distributed.optim'])
+    process = context.Process(target=printing_to, args=(output, function, *arguments), daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('PYTHONPATH', os.path.join(ROOT, 'tests'))  # there that process finds conftest
+        process.start()
+    return process
+
+
+def printing_to(output, function, *arguments):
     for stream in (1, 2):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), stream)
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    function(*arguments)
+
+
+def run_train(argv):
     sys.argv = ['train.py', *argv]
     runpy.run_path(os.path.join(ROOT, 'train.py'), run_name='__main__')
-
-
-def start_training(argv, output):
-    """A process of its own that trains; it is forked from one that has the modules already, which take seconds."""
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['conftest', 'torch._dynamo'])
-    process = context.Process(target=train_apart, args=(argv, output), daemon=True)
-    process.start()
-    return process
 
 
 def torchrun(processes, script, *arguments, timeout=300):
@@ -133,12 +160,31 @@ def torchrun(processes, script, *arguments, timeout=300):
             started.wait(60)
 
 
+def train_as_one_of(port, number, rank, world, command, report, killed_in):
+    """One of the processes of a run, which meet in a store under its number; what torchrun would set is set."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    store = dist.PrefixStore(f'run {number}', dist.TCPStore('localhost', port, is_master=False))
+    dist.init_process_group = functools.partial(dist.init_process_group, store=store, rank=rank, world_size=world)
+    with interrupted(killed_in, signal.SIGKILL), contextlib.nullcontext() if report else without_reports():
+        train.main(command)
+
+
 def train_on(processes, folder, jobs, timeout=300):
-    """Train on several processes, one run after the other. jobs: (command line, more) each; more may have report,
-    whether the finished run makes its report, and killed_in, the step in which it is killed. Returns torchrun's
-    (exit status, output); folder/jobs.json keeps the command lines."""
-    jobs = [(command, more.get('report', False), more.get('killed_in')) for command, more in jobs]
-    path = os.path.join(folder, 'jobs.json')
-    with open(path, 'w', encoding='utf-8') as f:
-        json.dump(jobs, f)
-    return torchrun(processes, 'tests/ddp_driver.py', path, timeout=timeout)
+    """Train on several processes, one run after the other, each in at most `timeout` seconds. jobs: (command line,
+    more) each; more may have report, whether the finished run makes its report, and killed_in, the step in which
+    all of its processes are killed. Returns what they print. A run that fails or hangs fails the test, and its
+    processes are killed."""
+    store, output = dist.TCPStore('localhost', 0, is_master=True, wait_for_workers=False), folder / 'output'
+    for number, (command, more) in enumerate(jobs):
+        killed_in = more.get('killed_in')
+        expected = 0 if killed_in is None else -signal.SIGKILL
+        running = [apart(output, train_as_one_of, store.port, number, rank, processes, command,
+                         more.get('report', False), killed_in) for rank in range(processes)]
+        end = time.monotonic() + timeout
+        while {p.exitcode for p in running} - {expected} == {None} and time.monotonic() < end:
+            time.sleep(0.01)
+        exits = [p.exitcode for p in running]
+        for p in running:
+            p.kill()
+        assert exits == [expected] * processes, f'{" ".join(command)}\n{output.read_text("utf-8")[-4000:]}'
+    return output.read_text('utf-8')

@@ -91,8 +91,7 @@ def main():
                 commands[name] = prepare(folder, name)
                 jobs.append((commands[name], {'killed_in': KILLED_IN}))
                 jobs.append(([*commands[name], '--init_from=resume'], {}))
-            status, output = train_on(2, folder, jobs, timeout=3600)
-            assert status == 0, output[-4000:]
+            train_on(2, folder, jobs)
 
         sys.exit(try_all(names, run_all, lambda _, name: check(folder, name, commands[name])) > 0)
 

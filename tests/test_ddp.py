@@ -33,8 +33,8 @@ def test_processes_compute_what_one_would(command, tmp_path):
     # one process reports, the others wait
     jobs.append((command('whole optimizer', method='gpt'), {'report': True}))
     jobs.append((command('resumed', method='gpt', init_from='resume', shard_optimizer=True), {}))
-    status, output = train_on(3, tmp_path, jobs)
-    assert status == 0 and output.count('a sample at temperature') == 1, output
+    output = train_on(3, tmp_path, jobs)
+    assert output.count('a sample at temperature') == 1, output
     for pair in pairs:
         for file in ('step_2.pt', 'ckpt.pt'):
             one, three = (load_checkpoint(str(tmp_path / name / file)) for name in pair)

@@ -13,7 +13,7 @@ import eval as evaluation
 import sample
 import train
 from data import records
-from conftest import ROOT, write_text
+from conftest import ROOT, without_reports, write_text
 
 READMES = ['README.md', 'config/README.md', 'data/README.md', 'tests/README.md']
 CANNOT_RUN = re.compile(r'\d+ GPUs|several machines|needs the network')  # how the comment of such a command begins
@@ -108,7 +108,8 @@ def run(tmp_path, monkeypatch):
                 tiny[name] = tmp_path / os.path.relpath(value, ROOT)
         if script == 'assets/draw.py':
             tiny['output'] = tmp_path
-        SCRIPTS[script].main([*argv, *(f'--{name}={value}' for name, value in tiny.items())])
+        with without_reports():
+            SCRIPTS[script].main([*argv, *(f'--{name}={value}' for name, value in tiny.items())])
     return run
 
 

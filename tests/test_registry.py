@@ -96,9 +96,8 @@ def train_on_two_processes(folder, cases):
         run = dict(method=method, dataset=folder / kind, out_dir=folder / f'two{i}', threads=1, batch_size=2,
                    grad_accum=2, max_iters=2, warmup_iters=0, eval_interval=9, eval_rows=4)
         jobs.append((arguments(**{**run, **tiny(method, case)}), {}))
-    status, output = train_on(2, folder, jobs, timeout=3600)
-    begun = sum((folder / f'two{i}').exists() for i in range(len(cases)))
-    assert status == 0, f'two processes came to {cases[begun - 1]}\n{output[-4000:]}'
+    (folder / 'jobs.json').write_text(json.dumps(jobs), 'utf-8')
+    train_on(2, folder, jobs)
 
 
 def check(folder, i):
