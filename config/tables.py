@@ -69,6 +69,6 @@ def draw(numbers, title, path):
             panel.plot(across, [row[y] for row in table], 'o-')
         panel.set(title=name, xlabel=x, ylabel='' if ' over ' in name else y)
     figure.suptitle(title)
-    figure.canvas.print_png(path)  # savefig would draw it twice
+    figure.savefig(path)
     pyplot.close(figure)
     return True

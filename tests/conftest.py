@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ import torch.distributed as dist
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 import train
-from config import tables
 from config.checkpoint import load_checkpoint
 from data.records import write_record_dataset
 from data.text import write_text_dataset
@@ -29,27 +27,12 @@ ROWS = [{'question': f'{a}+{b}?',
          'answer': str(a + b + n)} for a in range(1, 6) for b in range(1, 5) for n in range(3)]
 CHARACTERS = sorted('0123456789+=?\n')  # of ROWS
 TEXT = ''.join(f'{i} plus {i % 7} is {i + i % 7}.\n' for i in range(200))[:3000]  # 18 characters
-drawn = {}  # what a picture shows -> the first such picture, or None
-
-
-def draw_once(numbers, title, path, draw=tables.draw):
-    """A picture takes half a second. Of those with the same columns and types of values one is drawn."""
-    shown = frozenset((name, column, type(value), '$' in str(value))  # a dollar begins a formula
-                      for name, table in numbers.items() if isinstance(table, list)
-                      for row in table for column, value in row.items())
-    if shown not in drawn:
-        drawn[shown] = Path(path).read_bytes() if draw(numbers, title, path) else None
-    elif drawn[shown]:
-        Path(path).write_bytes(drawn[shown])
-    return bool(drawn[shown])
 
 
 @pytest.fixture(autouse=True)
 def reproducible(monkeypatch):
-    """And quick."""
     torch.manual_seed(0)
-    monkeypatch.setattr(tables, 'draw', draw_once)
-    monkeypatch.setattr(os, 'fsync', os.fstat)  # no test cuts the power
+    monkeypatch.setattr(os, 'fsync', os.fstat)  # no test cuts the power, and waiting for the disk takes long
 
 
 # --- data sets, each in a folder of its own, whose path is returned ---
