@@ -88,38 +88,38 @@ def test_an_answer_with_what_is_no_text_is_wrong():
 
 
 def test_toy_problems_are_right_disjoint_and_the_same_again(prepare):
-    splits, _, tokenizer = prepare('gsm_toy')
+    splits, _, tokenizer = prepare('gsm_toy', ROWS={'test': 1200, 'val': 600, 'train': 18000})  # a fifth
     few = {'test': 60, 'val': 30, 'train': 600}
     assert prepare('gsm_toy', ROWS=few) == prepare('gsm_toy', ROWS=few)
     questions = {split: {row[0] for row in rows} for split, rows in splits.items()}
     assert max(len(q) for split in questions for q in questions[split]) <= 120
     assert len(questions['test']) == 1200 and len(questions['val']) == 600  # none twice
-    zero_steps, cases = Counter(), {split: set() for split in splits}
+    staying, cases = Counter(), {split: set() for split in splits}
     for split, rows in splits.items():
         assert not any(questions[split] & questions[other] for other in splits if other != split)
         for question, steps, answer in rows:
-            start, *turns = re.findall(r'\d', question)
-            assert re.fullmatch('[45]{1,6}0*', ''.join(turns)) and len(turns) == 6
+            start, turns = re.search(r' (\d), turns (.*)\. ', question).groups()
+            assert re.fullmatch(r'((6\+|7\+|8-|9-) ){1,5}(0\+ ){0,4}', turns + ' ') and len(turns.split()) == 5
             value = int(start)
-            for turn, step in zip(turns, steps):
-                result = (value + int(turn)) % 3
-                assert step == f'{turn}+{value}={result}'
+            for turn, step in zip(turns.split(), steps):
+                result = {'+': int(turn[0]) + value, '-': int(turn[0]) - value}[turn[1]] % 5
+                assert step == f'{turn}{value}={result}'
                 value = result
-            assert answer == str(value) and set(turns[len(steps):]) <= {'0'}
-            cases[split].add((start, *turns))
-            zero_steps[len(steps), turns[:len(steps)].count('0')] += split == 'train'
-    long = {split: {case for case in cases[split] if case[4] != '0'} for split in cases}  # four turns or more
+            assert answer == str(value) and set(turns.split()[len(steps):]) <= {'0+'}
+            cases[split].add((start, *turns.split()))
+            staying[len(steps), turns.split()[:len(steps)].count('0+')] += split == 'train'
+    long = {split: {case for case in cases[split] if case[2] != '0+'} for split in cases}  # two turns or more
     assert not long['train'] & (long['val'] | long['test'])
+    assert len(cases['test'] - long['test']) == len(cases['train'] - long['train']) == 20
     # three of four each
-    assert Counter(6 - case[1:].count('0') for case in long['train']) == {4: 36, 5: 72, 6: 144}
-    assert cases['train'] - long['train'] == cases['test'] - long['test']
-    assert len(cases['test'] - long['test']) == 42
+    counted = Counter(5 - case[1:].count('0+') for case in long['train'])
+    assert counted[2] == 60 and counted[3] == 240 and 940 < counted[4] <= 960 and 2500 < counted[5] <= 3840
     assert set(''.join(questions['test'])) | set('\n=+') <= set(tokenizer['chars'])
-    assert Counter(len(steps) for _, steps, _ in splits['test']) == dict.fromkeys(range(1, 7), 200)
+    assert Counter(len(steps) for _, steps, _ in splits['test']) == dict.fromkeys(range(1, 6), 240)
     lengths = Counter(len(steps) for _, steps, _ in splits['train'])
-    assert [lengths[n] / 720 for n in range(1, 7)] == pytest.approx([1, 3, 6, 15, 30, 45], abs=0.5)  # percent
-    for steps, shares in [(4, [1, 0, 0, 0]), (5, [0.6, 0.4, 0, 0]), (6, [0.6, 0.2, 0.2, 0])]:
-        assert [zero_steps[steps, n] / lengths[steps] for n in range(4)] == pytest.approx(shares, abs=0.03)
+    assert [lengths[n] / 180 for n in range(1, 6)] == pytest.approx([5, 8, 14, 28, 45], abs=1)  # percent
+    for steps, shares in [(4, [1, 0, 0]), (5, [0.6, 0.4, 0])]:
+        assert [staying[steps, n] / lengths[steps] for n in range(3)] == pytest.approx(shares, abs=0.03)
     # templates, names and things
     assert len({re.sub(r'\d', '', question) for question in questions['test']}) > 100
 

@@ -80,7 +80,7 @@ def run(tmp_path, monkeypatch):
     (tmp_path / 'path' / 'to' / 'my.txt').write_text(text, encoding='utf-8')
     make_problem = runpy.run_path(os.path.join(ROOT, 'data', 'gsm_toy', 'prepare.py'))['make_problem']
     rng = random.Random(0)
-    problems = [make_problem(rng, 1 + i % 6) for i in range(12)]
+    problems = [make_problem(rng, 1 + i % 5) for i in range(10)]
     chars = {'\n', *''.join(question + ''.join(steps) for question, steps, _ in problems)}
     records.write_record_dataset(str(tmp_path / 'gsm_toy'), dict.fromkeys(('train', 'val', 'test'), problems),
                                  {'kind': 'char', 'chars': sorted(chars)}, 'a test')

@@ -1,14 +1,13 @@
-"""Word problems made on the spot: 1 to 6 steps of arithmetic on a dial with three digits, fixed by a seed.
+"""Word problems made on the spot: 1 to 5 steps of arithmetic on a dial with five digits, fixed by a seed.
 
-Ann's dial is at 1, turns 4 5 0 0 0 0. Where?   steps 4+1=2, 5+2=1                          answer 1
-A lock shows 0, turns 5 4 4 5 0 0. It is?       steps 5+0=2, 4+2=0, 4+0=1, 5+1=0, 0+0=0     answer 0
+Ann's dial is at 1, turns 6+ 8- 0+ 0+ 0+. Where?   steps 6+1=2, 8-2=1                   answer 1
+A lock shows 0, turns 9- 7+ 6+ 8- 0+. It is?       steps 9-0=4, 7+4=1, 6+1=2, 8-2=1     answer 1
 
-After 2 comes 0 again, and each turn moves the dial by one or two digits: who leaves out a turn knows little. Every
-problem tells six turns, so they stand where a small model finds them; the last ones may be 0. Most training
-problems are long: each teaches the first step, only these the last ones, and the few short cases are soon known by
-heart.
+After 4 comes 0 again. 6+ adds six to what the dial shows, 8- takes that from eight: so the order of the turns matters,
+and who leaves one out knows nothing. Every problem tells five turns, so they stand where a small model finds them;
+the last ones may be 0+. Most training problems are long: each teaches the first step, only these the last ones.
 
-No question occurs in two of train, val and test, and from four turns on no case does: a quarter of each length is
+No question occurs in two of train, val and test, and from two turns on no case does: a quarter of each length is
 left to val and test, so that an answer there has to be worked out. data/README.md says why the steps look so.
 """
 import os
@@ -25,13 +24,14 @@ from data import records
 
 SMALL = True  # train.py prepares it by itself
 SEED = 1
-ROWS = {'test': 1200, 'val': 600, 'train': 72000}
-MAX_STEPS = 6
-DIGITS = 3
-TURNS = (4, 5)  # do not look like digits of the dial
-ZERO_STEPS = (0, 0, 0, 1, 2)  # how many of the last steps add 0: one of these at random
+ROWS = {'test': 1200, 'val': 600, 'train': 96000}
+MAX_STEPS = 5
+DIGITS = 5
+TURNS = ('6+', '7+', '8-', '9-')  # do not begin like digits of the dial
+STAYS = '0+'
+STAYING = (0, 0, 0, 1, 1)  # how many of the last steps do so: one of these at random
 FULL_STEPS = 4  # but the first four never do
-TRAIN_SHARES = (1, 3, 6, 15, 30, 45)  # percent of the training problems by steps; all alike in val and test
+TRAIN_SHARES = (5, 8, 14, 28, 45)  # percent of the training problems by steps; all alike in val and test
 
 NAMES = ['Ann', 'Bob', 'Dan', 'Eve', 'Gus', 'Ivo', 'Kim', 'Lea', 'Max', 'Zoe']
 THINGS = ['dial', 'disk', 'gear', 'knob', 'lock', 'ring']
@@ -42,15 +42,16 @@ QUESTIONS = ['. Where?', '. It is?']
 
 def make_problem(rng, n_steps):
     """(question, steps, answer) with n_steps calculations."""
-    n_turns = max(min(n_steps, FULL_STEPS), n_steps - rng.choice(ZERO_STEPS))
+    n_turns = max(min(n_steps, FULL_STEPS), n_steps - rng.choice(STAYING))
     start = rng.randrange(DIGITS)
-    turns = [rng.choice(TURNS) if i < n_turns else 0 for i in range(MAX_STEPS)]
+    turns = [rng.choice(TURNS) if i < n_turns else STAYS for i in range(MAX_STEPS)]
     opening = rng.choice(OPENINGS).format(name=rng.choice(NAMES), thing=rng.choice(THINGS), n=start)
-    question = f'{opening}, turns {" ".join(map(str, turns))}{rng.choice(QUESTIONS)}'
+    question = f'{opening}, turns {" ".join(turns)}{rng.choice(QUESTIONS)}'
     value, steps = start, []
     for turn in turns[:n_steps]:
-        result = (turn + value) % DIGITS
-        steps.append(f'{turn}+{value}={result}')
+        n, sign = int(turn[0]), turn[1]
+        result = (n + value if sign == '+' else n - value) % DIGITS
+        steps.append(f'{turn}{value}={result}')
         value = result
     return question, steps, str(value)
 
@@ -58,7 +59,7 @@ def make_problem(rng, n_steps):
 def may_have(split, question):
     """Whether a split may have the case that a question tells, which its digits and nothing else decide."""
     start, *turns = map(int, re.findall(r'\d', question))
-    if turns[3] == 0:  # fewer than four turns: in all splits
+    if turns[1] == 0:  # a single turn: in all splits
         return True
     # a quarter of each length
     held_out = (start + sum(place * turn for place, turn in enumerate(turns, 1))) % 4 == 2
