@@ -117,8 +117,8 @@ class GPTConfig:
         return [Stage('train', 0, max_iters, learning_rate, self.dropout)]
 
     def kept(self, n):
-        """How many of a text's n tokens it goes on from: all, or half a window where they no longer fit, so
-        that a window is not read anew at each token."""
+        """How many of a text's n tokens stay as context: all, or half a window where they no longer fit, so
+        that the next ones have room."""
         return n if n <= self.block_size else max(1, self.block_size // 2)
 
 

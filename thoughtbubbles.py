@@ -291,8 +291,8 @@ class Thoughtbubbles(GPT):
     @torch.no_grad()
     def spent(self, prompts, new):
         """The streams that each token of prompts + new holds after the last block, in one pass over the last
-        block_size tokens of the finished text; None before. If the last call of generate was streaming and there are
-        new tokens: those of the prompt's last and each new token when it was read."""
+        block_size tokens of the finished text; None before. If there are new tokens and the last call of generate
+        was streaming: those of the prompt's last and each new token when it was read."""
         if self.plain:
             return None
         if self.held and any(new):

@@ -22,17 +22,22 @@ NEAR = 0.1  # of the second number
 Claim = namedtuple('Claim', 'claim paper command file first direction second')
 COMPARE = 'python -m config.compare --configs=config/gpt_small.py,config/'
 REAL = 'python -m config.compare --equal_flops=none --configs=config/'
-TRAIN = 'python train.py config/cyb_small.py'
 CYB = 'python eval.py --out_dir=out/cyb_small'
 RIM = 'python eval.py --eval_rows=600 --out_dir=out/'
 TIMES = 'python eval.py --out_dir=out/rim_small --beside=out/sft_small,out/cot_small,out/coconut_small'
+
+
+def variant(setting, name):
+    folder = f'--out_dir=out/{name}'
+    return f'python train.py config/cyb_small.py --{setting} {folder} && python eval.py {folder}'
+
 
 CLAIMS = {
     'Thoughtbubbles, perplexity or loss': [
         ('kappa 2 beats a plain GPT', '20.19, plain 21.22', f'{COMPARE}tb_small.py',
          'text', 'tb_small', 'below', 'gpt_small'),
-        ('the same at 772M parameters', '20.19, plain 21.22', f'{REAL}gpt_772m.py,config/tb_772m.py',
-         'text_772m', 'tb_772m', 'below', 'gpt_772m'),
+        ('the same at 772M parameters', '20.19, plain 21.22', f'{REAL}gpt_772m.py,"config/tb_772m.py --kappa=2"',
+         'text_772m', 'tb_772m_kappa=2', 'below', 'gpt_772m'),
         ('kappa 4 beats kappa 2', '19.74, kappa 2 20.19', f'{COMPARE}tb_small.py,"config/tb_small.py --kappa=4"',
          'text', 'tb_small_kappa=4', 'below', 'tb_small'),
         ('fixed copies beat a plain GPT', '20.90 (copy-5), plain 21.22', f'{COMPARE}copy_small.py',
@@ -63,21 +68,24 @@ CLAIMS = {
         ('it beats TBYS, Gemma 2B on C4', 'yes', 'python train.py config/cyb_gemma_2b.py',
          'gemma', 'cyb_gemma_2b', 'below', 'tbys_gemma_2b'),
         ("P(don't know) correlates with the gain of a pause", 'yes', CYB, 'cyb', 'correlation', 'above', ''),
-        ('the same with W = 4', 'yes', f'{TRAIN} --W=4 && {CYB}', 'cyb', 'correlation, W = 4', 'above', ''),
-        ('a world that stops early hurts', 'yes', f'{TRAIN} --omega=first && {CYB}',
+        ('the same with W = 4', 'yes', variant('W=4', 'cyb_w4'),
+         'cyb', 'correlation, W = 4', 'above', ''),
+        ('a world that stops early hurts', 'yes', variant('omega=first', 'cyb_first'),
          'cyb', 'loss, omega first', 'above', 'loss'),
-        ('a discount saves slots', 'yes', f'{TRAIN} --gamma0=0.9 && {CYB}',
+        ('a discount saves slots', 'yes', variant('gamma0=0.9', 'cyb_discount'),
          'cyb', 'slots, gamma0 0.9', 'below', 'slots'),
-        ('and costs accuracy', 'yes', f'{TRAIN} --gamma0=0.9 && {CYB}',
+        ('and costs accuracy', 'yes', variant('gamma0=0.9', 'cyb_discount'),
          'cyb', 'accuracy, gamma0 0.9', 'below', 'accuracy')],
     'Reasoning in Memory, share of right answers or ms': [
-        ('it beats direct answers', '42.1 %, direct 23.9 %', f'{RIM}rim_small', 'gsm_toy', 'rim', 'above', 'sft'),
+        ('it beats direct answers', '42.1 %, direct 23.9 %', f'{RIM}rim_small && {RIM}sft_small',
+         'gsm_toy', 'rim', 'above', 'sft'),
         ('the same, Llama 3.2 1B on GSM8K', '42.1 %, direct 23.9 %', 'python train.py config/rim_llama_1b.py',
          'gsm8k', 'rim', 'above', 'sft'),
-        ('it beats Coconut', '42.1 %, Coconut 36.9 %', f'{RIM}coconut_small',
+        ('it beats Coconut', '42.1 %, Coconut 36.9 %', f'{RIM}rim_small && {RIM}coconut_small',
          'gsm_toy', 'rim', 'above', 'coconut'),
-        ('written steps beat it', '49.1 %, it 42.1 %', f'{RIM}cot_small', 'gsm_toy', 'cot', 'above', 'rim'),
-        ('it needs stage 1', '', f'{RIM}pause_small', 'gsm_toy', 'rim', 'above', 'pause'),
+        ('written steps beat it', '49.1 %, it 42.1 %', f'{RIM}cot_small && {RIM}rim_small',
+         'gsm_toy', 'cot', 'above', 'rim'),
+        ('it needs stage 1', '', f'{RIM}rim_small && {RIM}pause_small', 'gsm_toy', 'rim', 'above', 'pause'),
         ('it answers as fast as without thought', '16.1, direct 16.1 ms (Llama); 7.6, 7.6 (GPT-2)', TIMES,
          'times', 'rim', 'near', 'sft'),
         ('and faster than Coconut', '16.1, 108.3 ms (Llama); 7.6, 53.4 (GPT-2)', TIMES,
@@ -87,13 +95,14 @@ CLAIMS = {
 }
 RULE = f'''# The papers' claims, and what came out here
 
-`python -m config.claims` writes this page from the files of [results](results). *here*: mean ± standard error. The
-verdict is computed from the difference of the two numbers, seed by seed: *holds* if its 95 % confidence interval
-(Student's t) lies on the claimed side of 0; *does not* if it lies on the other side; else, or with one seed alone,
-*too small to tell*. "As fast" means within {NEAR:.0%} of the second number. A verdict is about the model of its
-command: a toy, where no other is named. Numbers at one learning rate, as the notes below say, are weaker evidence
-than those of [a fair comparison](README.md#comparing-fairly). What [README.md](README.md) has as means alone does
-not count here, since runs are compared seed by seed.
+`python -m config.claims` writes this page from the files of [results](results). *here*: mean ± standard error.
+The verdict is computed from the difference of the two numbers, seed by seed: *holds* if its 95 % confidence
+interval (Student's t) lies on the claimed side of 0; *does not* if it lies on the other side; else, or with one
+seed alone, *too small to tell*. "As fast" means within {NEAR:.0%} of the second number. A verdict is about the
+model of its command: a toy, where no other is named. Numbers at one learning rate, as the notes below say, are
+weaker evidence than those of [a fair comparison](README.md#comparing-fairly). The command of a line makes such
+numbers; those under *here* are from the commands at the end of this page, which may be others. What
+[README.md](README.md) has as means alone does not count here, since runs are compared seed by seed.
 '''
 
 

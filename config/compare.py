@@ -324,7 +324,8 @@ def main(argv):
         write_file(path, json.dumps(saved, indent=1))
 
     own = [word for word in argv if not word.startswith('--out_dir')]
-    saved['from'] = shlex.join(['python', '-m', 'config.compare', *own])
+    command = shlex.join(['python', '-m', 'config.compare', *own])
+    saved['from'] = '; '.join(dict.fromkeys([*filter(None, saved['from'].split('; ')), command]))
     write()  # from now on its settings are known
     for phase in ('search', 'edge', 'seeds'):
         train_all([(run, *job) for run in runs.values() for job in jobs_of(phase, run, results)], results, write)

@@ -1,7 +1,6 @@
 # Baseline: as rim_small, but without stage 1, so that the blocks are mere pauses. Equally many training rows.
-from config import rim_small
 from config.rim_small import *
 
 out_dir = 'out/pause_small'
 train_on = 'pause'
-max_iters = rim_small.max_iters + rim_small.stage2_iters
+max_iters += stage2_iters

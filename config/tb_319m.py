@@ -1,4 +1,4 @@
-# Thoughtbubbles, 319M parameters: as tb_150m, larger.
+# Thoughtbubbles, 319M parameters: as tb_150m, larger, with less memory for it (the last two lines).
 from config.tb_150m import *
 
 out_dir = 'out/tb_319m'

@@ -1,7 +1,5 @@
 # Baseline TBYS: the pauses of cyb_small, but the answer always comes in the last slot.
-from config.gpt_small import *
+from config.cyb_small import *
 
 out_dir = 'out/tbys_small'
-method = 'cyb'
 objective = 'tbys'
-W = 2
