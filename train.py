@@ -188,8 +188,7 @@ def main(argv):
     scaler = torch.amp.GradScaler(run.device_type, enabled=run.dtype == 'float16')
     run.load_optimizer(optimizer, scaler, stage)
     model = raw_model
-    if run.ddp:
-        # gradients exist once; buffers never change
+    if run.ddp:  # gradients exist once; buffers never change
         model = exchange = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
     if run.compile:  # around DDP: the graph is cut at its buckets, and one is sent while the next is computed
         model = torch.compile(model)

@@ -1,6 +1,6 @@
 # Catch Your Breath from Gemma 1 2B on C4 (arXiv 2510.13879).
 # First: python data/c4/prepare.py --tokenizer=google/gemma-2b
-# The paper also has W = 4. "chosen" marks what it does not state or was not at hand.
+# The paper also has W = 4. "chosen" marks what it does not state or what we could not look up.
 init_from = 'google/gemma-2b'
 dataset = 'c4'
 out_dir = 'out/cyb_gemma_2b'

@@ -1,7 +1,7 @@
 # Reasoning in Memory from GPT-2 (124M) on GSM8K-Aug (arXiv 2605.30343): 6 + 2 epochs, batch 128, a constant rate
 # after 4 % warm-up, LoRA of rank 128. First: python data/gsm8k_aug/prepare.py. Baselines:
 # --train_on=sft --epochs=8 --out_dir=out/sft_gpt2, and the same with cot.
-# "chosen" marks what the paper does not state or was not at hand.
+# "chosen" marks what the paper does not state or what we could not look up.
 init_from = 'gpt2'
 dataset = 'gsm8k_aug'
 out_dir = 'out/rim_gpt2'

@@ -1,5 +1,5 @@
 # Thoughtbubbles, 150M parameters, kappa 4, on OpenWebText: 75,000 steps, 2.5B tokens (arXiv 2510.00219).
-# First: python data/openwebtext/prepare.py. "chosen" marks what the paper does not state or was not at hand.
+# First: python data/openwebtext/prepare.py. "chosen": the paper does not state it, or we could not look it up.
 dataset = 'openwebtext'
 out_dir = 'out/tb_150m'
 method = 'thoughtbubbles'

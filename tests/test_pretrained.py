@@ -317,7 +317,7 @@ def test_the_published_file_of_gpt2s_tokenizer_is_gpt2s():
     try:
         own = bpe.gpt2_tokens({})
     except UserError:
-        pytest.skip('the gpt2 vocabulary is not at hand: set TIKTOKEN_CACHE_DIR')
+        pytest.skip('the gpt2 vocabulary is not here: set TIKTOKEN_CACHE_DIR')
     char = {b: ch for ch, b in bpe.byte_alphabet().items()}
     ranks = own.encoding._mergeable_ranks
     parsed = tokenizer_json()
