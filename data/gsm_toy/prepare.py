@@ -3,9 +3,10 @@
 Ann's dial is at 1, turns 6+ 8- 0+ 0+ 0+. Where?   steps 6+1=2, 8-2=1                   answer 1
 A lock shows 0, turns 9- 7+ 6+ 8- 0+. It is?       steps 9-0=4, 7+4=1, 6+1=2, 8-2=1     answer 1
 
-After 4 comes 0 again. 6+ adds six to what the dial shows, 8- takes that from eight: so the order of the turns matters,
-and who leaves one out knows nothing. Every problem tells five turns, so they stand where a small model finds them;
-the last ones may be 0+. Most training problems are long: each teaches the first step, only these the last ones.
+After 4 comes 0 again. 6+ adds six to what the dial shows, 8- takes that from eight: so the order of the turns
+matters, and who leaves one out knows nothing. Every problem tells five turns, so they stand where a small model
+finds them; the last ones may be 0+. Most training problems are long: each teaches the first step, only these the
+last ones.
 
 No question occurs in two of train, val and test, and from two turns on no case does: a quarter of each length is
 left to val and test, so that an answer there has to be worked out. data/README.md says why the steps look so.
