@@ -28,6 +28,7 @@ TIMES = 'python eval.py --out_dir=out/rim_small --beside=out/sft_small,out/cot_s
 
 
 def variant(setting, name):
+    """The commands that train cyb_small with another setting in a folder of its own, and measure it."""
     folder = f'--out_dir=out/{name}'
     return f'python train.py config/cyb_small.py --{setting} {folder} && python eval.py {folder}'
 

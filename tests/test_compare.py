@@ -378,7 +378,10 @@ def test_the_page_is_what_the_command_writes():
 
 
 def test_what_config_compare_writes_is_read(trainings, monkeypatch, place):
+    run('--seeds=2')
     run('--seeds=3')
+    commands = run('--seeds=3')['from'].split('; ')  # all that its values are from, each once
+    assert [command.split()[-1] for command in commands] == ['--seeds=2', '--seeds=3']
     monkeypatch.setattr(claims, 'FOLDER', 'cmp')
     claim = claims.Claim('', '', '', 'compare', 'tb', 'above', 'plain')
     assert claims.judge(claim) == ('2.0600 ± 0.0115 against 2.0300 ± 0.0058, 3 seeds', 'holds',
